@@ -1,0 +1,1 @@
+"""Gated activation: act(gate) * up; see `KernelBackend.act_mul`."""

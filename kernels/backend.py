@@ -1,0 +1,179 @@
+"""The interface between the model code and the kernels, and the choice of an implementation.
+
+Lives in the worker process. Knows tensors and shapes; must not know requests, models or the scheduler.
+Importing this module loads torch alone: a concrete backend, and with it triton or the native library, is
+imported by `select_backend`.
+
+Shape letters: T tokens of this step, H query heads, Hkv key/value heads, D head size, B rows to sample, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+BACKEND_NAMES = ("cpu", "triton", "reference")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where this step's query tokens and their context lie. Sequences of one query token (decodes) come first."""
+
+    query_start_loc: Tensor  # [num_seqs + 1] int32: sequence i owns query rows [i] .. [i + 1] - 1
+    seq_lens: Tensor  # [num_seqs] int32: context length including this step's tokens; 0 marks a padding row
+    block_table: Tensor  # [num_seqs, max_blocks] int32
+    num_decodes: int  # the first num_decodes sequences have exactly one query token
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What is constant for one attention layer."""
+
+    scale: float
+    sliding_window: int | None = None  # a query at position p sees keys p - window + 1 .. p
+    soft_cap: float | None = None  # scores = soft_cap * tanh(scores / soft_cap), after scale
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """Sampling parameters of B rows, on the device of the logits; `kernels.sampling` states what they mean."""
+
+    temperature: Tensor  # [B] float32, 0 = greedy
+    top_k: Tensor  # [B] int32, 0 = off
+    top_p: Tensor  # [B] float32, 1 = off
+    min_p: Tensor  # [B] float32, 0 = off
+    seed: Tensor  # [B] int64, the two's complement bits of a uint64
+    choice: Tensor  # [B] int32
+    index: Tensor  # [B] int64: index of the token in the output, 0 = first sampled
+
+
+class Linear(Protocol):
+    """A linear layer with its weight packed the way its backend likes it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, K] -> [M, N] in x's dtype. In an exact backend the bits of row m depend on x[m] alone."""
+        ...
+
+
+class KernelBackend(Protocol):
+    """All kernels that a model step needs. Every method raises ValueError on shapes, dtypes or names it
+    cannot take.
+
+    Nothing is mutated except where a method says so. Activations are bf16, fp16 or fp32.
+    """
+
+    @property
+    def name(self) -> str:
+        """One of BACKEND_NAMES."""
+        ...
+
+    def allocate_kv_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        """Zero-filled (key_cache, value_cache) of one layer; dimension 0 is the block, the rest the backend's own."""
+        ...
+
+    def kv_cache_bytes(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes that both tensors of `allocate_kv_cache` take together."""
+        ...
+
+    def store_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write key and value [T, Hkv, D] (views with a contiguous last dimension will do) into the caches,
+        in place.
+
+        slot_mapping [T] int64: slot = block * block_size + offset; -1 skips the token. Slots are unique.
+        """
+        ...
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of query [T, H, D] over the paged context -> [T, H, D], written to `out` where
+        given.
+
+        This step's keys and values must have been stored before. H is a multiple of Hkv. Query row j of a
+        sequence with q rows stands at position seq_len - q + j. Cache slots outside a row's context are
+        never read into its result.
+        """
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+        """x [..., hidden] -> norm(x) * (weight_offset + weight), statistics in fp32.
+
+        With offset 0 the normalised value is cast to x's dtype before the product (Llama); otherwise the
+        product is taken in fp32 and cast once (Gemma).
+        """
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [..., hidden] -> (rms_norm(x + residual), x + residual); the sum is rounded first."""
+        ...
+
+    def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """Rotate query [T, H, D] and key [T, Hkv, D] in place, in half-split (neox) pairs, computed in fp32.
+
+        positions [T] int64; cos_sin [max_position, 2, rotary_dim // 2] float32; elements from rotary_dim on
+        are untouched.
+        """
+        ...
+
+    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """gate_up [T, 2 * I], gate first -> act(gate) * up [T, I]; fp32, rounded once; activation in ACTIVATIONS."""
+        ...
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """weight [N, K], bias [N] or None -> a callable; the caller may release the weight afterwards."""
+        ...
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """logits [B, V] float32 -> [B] int64 token ids. Row b depends on logits[b] and params[b] alone."""
+        ...
+
+
+def select_backend(device: torch.device, name: str | None = None) -> KernelBackend:
+    """The backend called `name`, or the device's own: "triton" on cuda, "cpu" on cpu, "reference" elsewhere.
+
+    Raises ValueError for an unknown name, or for a backend that cannot run on the device.
+    """
+    if name is None:
+        name = {"cuda": "triton", "cpu": "cpu"}.get(device.type, "reference")
+    if name == "reference":
+        from kernels.reference_backend import ReferenceBackend
+
+        return ReferenceBackend()
+    if name == "cpu":
+        if device.type != "cpu":
+            raise ValueError(f"kernel backend 'cpu' cannot run on device '{device}'")
+        from kernels.cpu_backend import CpuBackend
+
+        return CpuBackend()
+    if name == "triton":
+        from kernels.triton_backend import TritonBackend
+
+        return TritonBackend(device)
+    raise ValueError(f"unknown kernel backend '{name}', expected one of {', '.join(BACKEND_NAMES)}")

@@ -1,0 +1,42 @@
+// Every kernel for one instruction set. The build compiles this file once per set, with NOVA_ISA naming it.
+#include "attention.h"
+#include "kv_store.h"
+#include "linear.h"
+
+#define JOIN(a, b, c) a##b##_##c
+#define EXPAND(a, b, c) JOIN(a, b, c)
+// nova_<isa>_<name>, called through ctypes.
+#define EXPORT(name) extern "C" __attribute__((visibility("default"))) void EXPAND(nova_, NOVA_ISA, name)
+
+// Element types as `kernels.native.library.DTYPES` numbers them.
+#define BY_DTYPE(code, call)     \
+    do {                         \
+        if ((code) == 0) {       \
+            using T = float;     \
+            call;                \
+        } else if ((code) == 1) {\
+            using T = Bf16;      \
+            call;                \
+        } else {                 \
+            using T = Fp16;      \
+            call;                \
+        }                        \
+    } while (0)
+
+EXPORT(pack_linear)(const void* weight, void* packed, int64_t n, int64_t k, int64_t row_stride, int64_t dtype, int64_t threads) {
+    BY_DTYPE(dtype, pack_linear((const T*)weight, (T*)packed, n, k, row_stride, threads));
+}
+
+EXPORT(linear)(const LinearArguments* args, const void* x, int64_t x_stride, void* y, int64_t m, int64_t threads) {
+    if (args->out_dtype == args->dtype) {
+        BY_DTYPE(args->dtype, linear(*args, (const T*)x, x_stride, (T*)y, m, threads));
+    } else {
+        BY_DTYPE(args->dtype, linear(*args, (const T*)x, x_stride, (float*)y, m, threads));
+    }
+}
+
+EXPORT(store_kv)(const KvStoreArguments* args, int64_t threads) { BY_DTYPE(args->dtype, store_kv<T>(*args, threads)); }
+
+EXPORT(paged_attention)(const AttentionArguments* args, int64_t threads) {
+    BY_DTYPE(args->dtype, paged_attention<T>(*args, threads));
+}

@@ -1,0 +1,126 @@
+// Linear layers over weights packed once.
+#pragma once
+
+#include "microkernel.h"
+#include "parallel.h"
+
+// Mirrored by `kernels.linear.cpu.LinearArguments`.
+struct LinearArguments {
+    const void* packed;  // panels of 16 output columns, see microkernel.h
+    const float* bias;   // [n] or null
+    int64_t n, k;
+    int64_t dtype, out_dtype;  // of x and packed; of y
+};
+
+namespace {
+
+constexpr long kTileRows = 96;    // rows whose operands stay in the cache while the weights pass by
+constexpr long kGroupPanels = 4;  // panels that one thread takes at a time
+constexpr int kBlockRows = kWidth == 16 ? 8 : 4;
+constexpr int kWeightPrefetch = 2048;  // bytes
+
+// Panels that share one pass over M rows, as many as the register file holds.
+constexpr int panels_for(int rows) {
+    return kWidth == 16 ? (rows >= 8 ? 2 : 4) : kWidth == 8 ? (rows >= 4 ? 1 : rows == 2 ? 2 : 4) : (rows >= 2 ? 1 : 2);
+}
+
+// weight [n, k], rows row_stride elements apart -> panels [ceil(n / 16)][ceil(k / kPack)][16][kPack], padded with zeros.
+template <class T>
+void pack_linear(const T* weight, T* packed, long n, long k, long row_stride, long threads) {
+    constexpr int pack = FormatOf<T>::type::kPack;
+    const long steps = ceil_div(k, pack);
+    parallel_for(ceil_div(n, kLanes), (double)n * k, threads, [&](long panel) {
+        T* to = packed + panel * steps * kLanes * pack;
+        for (long step = 0; step < steps; step++) {
+            for (long i = 0; i < kLanes * pack; i++) {
+                const long row = panel * kLanes + i / pack, column = step * pack + i % pack;
+                *to++ = row < n && column < k ? weight[row * row_stride + column] : T{};
+            }
+        }
+    });
+}
+
+template <class T, class Out>
+struct LinearTile {
+    using Format = typename FormatOf<T>::type;
+    const LinearArguments& args;
+    const typename Format::X* x;  // [rows, x_stride]
+    Out* y;                       // [rows, n]
+    long x_stride, rows;
+
+    template <int M, int N>
+    INLINE void block(long row, long panel) const {
+        const long steps = ceil_div(args.k, Format::kPack), w_stride = kLanes * Format::kPack;
+        const T* w[N];
+        Vec acc[M][N];
+        UNROLL for (int n = 0; n < N; n++) w[n] = (const T*)args.packed + (panel + n) * steps * w_stride;
+        UNROLL for (int m = 0; m < M; m++) {
+            UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
+        }
+        accumulate<Format, M, N, kWeightPrefetch>(acc, x + row * x_stride, x_stride, w, w_stride, steps);
+        UNROLL for (int n = 0; n < N; n++) {
+            const long column = (panel + n) * kLanes, count = args.n - column;
+            const Vec bias = args.bias == nullptr ? zero() : load_some(args.bias + column, count);
+            UNROLL for (int m = 0; m < M; m++) store_some(y + (row + m) * args.n + column, acc[m][n] + bias, count);
+        }
+    }
+
+    // All blocks of M rows from `row` on, over panels [begin, end); returns the first row left over.
+    template <int M>
+    long sweep(long row, long begin, long end) const {
+        constexpr int N = panels_for(M);
+        const long row_end = row + (rows - row) / M * M;
+        long panel = begin;
+        for (; panel + N <= end; panel += N) {
+            for (long m = row; m < row_end; m += M) block<M, N>(m, panel);
+        }
+        for (; panel < end; panel++) {
+            for (long m = row; m < row_end; m += M) block<M, 1>(m, panel);
+        }
+        return row_end;
+    }
+
+    void run(long threads) const {
+        parallel_ranges(ceil_div(args.n, kLanes), kGroupPanels, (double)rows * args.n * args.k, threads, [&](long begin, long end) {
+            for (long group = begin; group < end; group += kGroupPanels) {
+                const long stop = smaller(end, group + kGroupPanels);
+                long row = 0;
+                row = sweep<kBlockRows>(row, group, stop);
+                if (kBlockRows == 8) row = sweep<4>(row, group, stop);
+                row = sweep<2>(row, group, stop);
+                sweep<1>(row, group, stop);
+            }
+        });
+    }
+};
+
+INLINE bool usable_in_place(const float*, const float*) { return true; }
+INLINE bool usable_in_place(const Bf16*, const Bf16*) { return true; }
+template <class T, class X>
+INLINE bool usable_in_place(const T*, const X*) { return false; }
+
+// y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
+template <class T, class Out>
+void linear(const LinearArguments& args, const T* x, long x_stride, Out* y, long m, long threads) {
+    using Format = typename FormatOf<T>::type;
+    using X = typename Format::X;
+    static thread_local Scratch scratch;
+    const bool in_place = usable_in_place(x, (const X*)nullptr) && args.k % Format::kPack == 0;
+    const long padded = round_up(args.k, Format::kPack);
+    for (long row = 0; row < m; row += kTileRows) {
+        const long rows = smaller(kTileRows, m - row);
+        const T* from = x + row * x_stride;
+        const X* operand = (const X*)from;
+        if (!in_place) {
+            X* to = scratch.get<X>(rows * padded);
+            parallel_ranges(rows, 8, (double)rows * args.k, threads, [&](long begin, long end) {
+                for (long r = begin; r < end; r++) to_operand(from + r * x_stride, args.k, to + r * padded, padded);
+            });
+            operand = to;
+        }
+        const LinearTile<T, Out> tile{args, operand, y + row * args.n, in_place ? x_stride : padded, rows};
+        tile.run(threads);
+    }
+}
+
+}  // namespace

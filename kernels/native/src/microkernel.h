@@ -1,0 +1,141 @@
+// The one inner loop of linear layers and attention: rows of activations times packed columns.
+//
+// A packed panel holds 16 columns side by side for each step along the summed dimension; bf16 panels hold two steps in a
+// pair, as the AVX512-BF16 instruction wants them. Every output has one accumulator and takes its products in order, whatever
+// the number of rows or columns in the block, so the block's shape never shows in the bits.
+//
+// A panel format names its stored element T, the operand X that it multiplies, kPack (elements of the summed dimension in one
+// step) and the step itself.
+#pragma once
+
+#include "vec.h"
+
+namespace {
+
+template <class Element>
+struct PlainPanel {  // fp32 or fp16: [step][16]
+    using T = Element;
+    using X = float;
+    static constexpr int kPack = 1;
+
+    template <int M, int N>
+    static INLINE void step(Vec (&acc)[M][N], const float* x, long x_stride, const T* const (&w)[N], long at) {
+        Vec column[N];
+        UNROLL for (int n = 0; n < N; n++) column[n] = load(w[n] + at);
+        UNROLL for (int m = 0; m < M; m++) {
+            const Vec row = splat(x[m * x_stride]);
+            UNROLL for (int n = 0; n < N; n++) acc[m][n] = fma(row, column[n], acc[m][n]);
+        }
+    }
+
+    // kPack is 1: there are no halves.
+    static INLINE void half_step(Vec&, const float*, const T*, long, bool) {}
+};
+
+using Pairs = PartBits[kParts];
+
+INLINE void load_pairs(Pairs& pairs, const Bf16* w) {
+    UNROLL for (int i = 0; i < kParts; i++) pairs[i] = *(const PartBitsLoad*)(w + 2 * i * kWidth);
+}
+
+INLINE Vec even_of(const Pairs& pairs) { VEC_MAP((Part)(pairs[i] << 16)); }
+INLINE Vec odd_of(const Pairs& pairs) { VEC_MAP((Part)(pairs[i] & 0xffff0000)); }
+
+struct Bf16Panel {  // bf16 widened to fp32: [step][16][2]
+    using T = Bf16;
+    using X = float;
+    static constexpr int kPack = 2;
+
+    template <int M, int N>
+    static INLINE void step(Vec (&acc)[M][N], const float* x, long x_stride, const T* const (&w)[N], long at) {
+        Vec even[N], odd[N];
+        UNROLL for (int n = 0; n < N; n++) {
+            Pairs pairs;
+            load_pairs(pairs, w[n] + at);
+            even[n] = even_of(pairs);
+            odd[n] = odd_of(pairs);
+        }
+        UNROLL for (int m = 0; m < M; m++) {
+            const Vec first = splat(x[m * x_stride]), second = splat(x[m * x_stride + 1]);
+            UNROLL for (int n = 0; n < N; n++) acc[m][n] = fma(first, even[n], acc[m][n]);
+            UNROLL for (int n = 0; n < N; n++) acc[m][n] = fma(second, odd[n], acc[m][n]);
+        }
+    }
+
+    // Takes one element of the pair and never reads the other into the result.
+    static INLINE void half_step(Vec& acc, const float* x, const T* w, long at, bool second) {
+        Pairs pairs;
+        load_pairs(pairs, w + at);
+        acc = second ? fma(splat(x[1]), odd_of(pairs), acc) : fma(splat(x[0]), even_of(pairs), acc);
+    }
+};
+
+#if defined(__AVX512BF16__)
+struct Bf16DotPanel {  // the same layout, multiplied in pairs by the AVX512-BF16 instruction
+    using T = Bf16;
+    using X = Bf16;
+    static constexpr int kPack = 2;
+
+    static INLINE __m512bh splat_pair(const Bf16* x) {
+        int32_t pair;
+        memcpy(&pair, x, 4);
+        return (__m512bh)_mm512_set1_epi32(pair);
+    }
+
+    template <int M, int N>
+    static INLINE void step(Vec (&acc)[M][N], const Bf16* x, long x_stride, const T* const (&w)[N], long at) {
+        __m512bh column[N];
+        UNROLL for (int n = 0; n < N; n++) column[n] = (__m512bh)_mm512_loadu_si512(w[n] + at);
+        UNROLL for (int m = 0; m < M; m++) {
+            const __m512bh row = splat_pair(x + m * x_stride);
+            UNROLL for (int n = 0; n < N; n++) acc[m][n].p[0] = _mm512_dpbf16_ps(acc[m][n].p[0], row, column[n]);
+        }
+    }
+
+    static INLINE void half_step(Vec& acc, const Bf16* x, const T* w, long at, bool second) {
+        const __m512i keep = _mm512_set1_epi32(second ? (int)0xffff0000 : 0x0000ffff);
+        const __m512i pairs = _mm512_and_si512(_mm512_loadu_si512(w + at), keep);
+        const __m512i row = _mm512_and_si512((__m512i)splat_pair(x), keep);
+        acc.p[0] = _mm512_dpbf16_ps(acc.p[0], (__m512bh)row, (__m512bh)pairs);
+    }
+};
+using Bf16Format = Bf16DotPanel;
+#else
+using Bf16Format = Bf16Panel;
+#endif
+
+// acc[m][n] += sum over `steps` of x[m] * w[n], in order. x rows lie x_stride apart, a panel's steps w_stride elements apart.
+// kPrefetch: how many bytes ahead of its use a panel is asked for; 0 leaves that to the processor.
+template <class Format, int M, int N, int kPrefetch = 0>
+INLINE void accumulate(Vec (&acc)[M][N], const typename Format::X* x, long x_stride, const typename Format::T* const (&w)[N],
+                       long w_stride, long steps) {
+    for (long k = 0; k < steps; k++) {
+        if (kPrefetch > 0) {
+            UNROLL for (int n = 0; n < N; n++) __builtin_prefetch((const char*)(w[n] + k * w_stride) + kPrefetch);
+        }
+        Format::step(acc, x + k * Format::kPack, x_stride, w, k * w_stride);
+    }
+}
+
+// Rows of activations as the operand of a panel format, zero-padded to `padded` elements.
+template <class T>
+INLINE void to_operand(const T* x, long count, float* operand, long padded) {
+    long k = 0;
+    for (; k + kLanes <= count; k += kLanes) store(operand + k, load(x + k));
+    for (; k < padded; k++) operand[k] = k < count ? load_one(x + k) : 0.0f;
+}
+INLINE void to_operand(const Bf16* x, long count, Bf16* operand, long padded) {
+    memcpy(operand, x, count * sizeof(Bf16));
+    for (long k = count; k < padded; k++) operand[k].bits = 0;
+}
+
+template <class T>
+struct FormatOf {
+    using type = PlainPanel<T>;
+};
+template <>
+struct FormatOf<Bf16> {
+    using type = Bf16Format;
+};
+
+}  // namespace

@@ -1,0 +1,102 @@
+"""The kernel backend in plain torch: the definition of every kernel on any device, slow, the oracle of the tests."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.act_mul.reference import act_mul
+from kernels.backend import AttentionMetadata, AttentionParams, Linear, SamplingTensors
+from kernels.checks import check_linear, check_shape
+from kernels.kv_store.reference import store_kv
+from kernels.paged_attention.reference import paged_attention
+from kernels.rms_norm.reference import add_rms_norm, rms_norm
+from kernels.rotary.reference import rotary
+from kernels.sampling.reference import sample
+
+
+class ReferenceLinear:
+    """A linear layer that multiplies one row at a time, so that a row's bits cannot depend on the batch."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        check_linear(weight, bias)
+        self._weight = weight  # [N, K]
+        self._bias = bias  # [N] or None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        check_shape("x", x, [None, self._weight.shape[1]])
+        out = x.new_empty(x.shape[0], self._weight.shape[0])
+        for row in range(x.shape[0]):
+            out[row] = F.linear(x[row : row + 1], self._weight, self._bias)[0]
+        return out
+
+
+class ReferenceBackend:
+    """See `kernels.backend.KernelBackend` for the contract of every method."""
+
+    name = "reference"
+
+    def allocate_kv_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        """Two zero-filled tensors [num_blocks, block_size, num_kv_heads, head_dim]."""
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+    def kv_cache_bytes(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of both cache tensors."""
+        return 2 * num_blocks * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+    def store_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write into both caches in place."""
+        store_kv(key, value, key_cache, value_cache, slot_mapping)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention [T, H, D]; exact per row."""
+        return paged_attention(query, key_cache, value_cache, metadata, params, out)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+        """RMSNorm of x [..., hidden]."""
+        return rms_norm(x, weight, eps, weight_offset)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """(RMSNorm of the sum, the sum)."""
+        return add_rms_norm(x, residual, weight, eps, weight_offset)
+
+    def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """Rotate query and key in place."""
+        rotary(query, key, positions, cos_sin)
+
+    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """act(gate) * up."""
+        return act_mul(gate_up, activation)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Keeps the weight as it is."""
+        return ReferenceLinear(weight, bias)
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """One token id per row."""
+        return sample(logits, params)

@@ -1,0 +1,1 @@
+"""RMSNorm (Zhang and Sennrich, 2019), alone or after a residual add; see `KernelBackend.rms_norm`."""

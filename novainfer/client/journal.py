@@ -1,0 +1,134 @@
+"""The journal: the truth about every live request. Pure state, no I/O and no clock.
+
+A request's tokens are a function of its record, so whoever holds prompt, parameters, seed and the tokens emitted so
+far can let any engine go on with it. Token messages may come twice, late, or from an engine that was replaced; an
+entry takes each index once, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from novainfer.errors import ProtocolError
+from novainfer.protocol.messages import FINISH_CANCELLED, AddRequest, PromptLogprobs, TokenOutput
+
+
+class JournalEntry:
+    """One accepted request and what has come of it.
+
+    emitted[c]: token ids of choice c so far.   finish_reasons[c]: None while the choice is live.
+    accepted_at: seconds on the caller's clock, from which the deadline counts.
+    """
+
+    def __init__(self, request: AddRequest, *, accepted_at: float = 0.0, epoch: int = 0) -> None:
+        self.request = request
+        self.epoch = epoch
+        self.emitted: list[list[int]] = [[] for _ in range(request.params.n)]
+        self.finish_reasons: list[str | None] = [None] * request.params.n
+        self.num_prompt_logprobs = 0
+        self._accepted_at = accepted_at
+
+    @property
+    def finished(self) -> bool:
+        """Every choice has its end."""
+        return None not in self.finish_reasons
+
+    def accept(self, output: TokenOutput, epoch: int) -> TokenOutput | None:
+        """Record what is new in `output` and return just that, or None where nothing is.
+
+        Drops older epochs, finished choices and indexes it has. Raises `ProtocolError` on a gap, on a token that
+        differs from the one recorded, and on a choice that the request does not have.
+        """
+        if epoch < self.epoch:
+            return None
+        if not 0 <= output.choice < len(self.emitted):
+            raise ProtocolError(f"{output.request_id}: there is no choice {output.choice}")
+        if self.finish_reasons[output.choice] is not None:
+            return None
+        self.epoch = epoch
+        emitted = self.emitted[output.choice]
+        fresh = _only_new(output, emitted)
+        if not fresh.token_ids and fresh.finish_reason is None:
+            return None
+        emitted.extend(fresh.token_ids)
+        self.finish_reasons[output.choice] = fresh.finish_reason
+        return fresh
+
+    def accept_prompt_logprobs(self, output: PromptLogprobs, epoch: int) -> PromptLogprobs | None:
+        """The same for prompt log-probabilities, which start at prompt token 1."""
+        if epoch < self.epoch:
+            return None
+        have = self.num_prompt_logprobs + 1
+        if output.start > have:
+            raise ProtocolError(f"{output.request_id}: prompt logprobs {have} to {output.start - 1} are missing")
+        entries = output.entries[have - output.start :]
+        if not entries:
+            return None
+        self.num_prompt_logprobs += len(entries)
+        return replace(output, start=have, entries=entries)
+
+    def finish(self, choice: int, reason: str) -> None:
+        """End a choice from this side (a stop string, a cancel); its later tokens are ignored."""
+        if self.finish_reasons[choice] is None:
+            self.finish_reasons[choice] = reason
+
+    def cancel(self, choice: int = -1) -> None:
+        """End one choice, or all (`choice` < 0)."""
+        for c in range(len(self.emitted)) if choice < 0 else [choice]:
+            self.finish(c, FINISH_CANCELLED)
+
+    def resume_request(self, *, now: float = 0.0) -> AddRequest:
+        """What makes an engine that knows nothing go on; `finished_choices` must then be cancelled there."""
+        deadline = self.request.deadline
+        if deadline > 0:
+            deadline = max(deadline - (now - self._accepted_at), 1e-3)  # 0 would mean none
+        return replace(self.request, emitted=[list(ids) for ids in self.emitted], deadline=deadline)
+
+    @property
+    def finished_choices(self) -> list[int]:
+        """The choices that an engine need not go on with."""
+        return [c for c, reason in enumerate(self.finish_reasons) if reason is not None]
+
+
+def _only_new(output: TokenOutput, emitted: list[int]) -> TokenOutput:
+    known = len(emitted) - output.index
+    if known < 0:
+        raise ProtocolError(f"{output.request_id}/{output.choice}: tokens {len(emitted)} to {output.index - 1} are lost")
+    if known == 0:
+        return output
+    overlap = output.token_ids[:known]
+    if overlap != emitted[output.index : output.index + len(overlap)]:
+        raise ProtocolError(f"{output.request_id}/{output.choice}: a token came again and differs")
+    return replace(
+        output, index=len(emitted), token_ids=output.token_ids[known:], logprobs=output.logprobs[known:]
+    )
+
+
+class Journal:
+    """The live entries by request id."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, JournalEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[JournalEntry]:
+        """A snapshot: entries may be removed meanwhile."""
+        return iter(list(self._entries.values()))
+
+    def add(self, entry: JournalEntry) -> None:
+        """Raises `ValueError` if the id is taken."""
+        request_id = entry.request.request_id
+        if request_id in self._entries:
+            raise ValueError(f"request {request_id} is in the journal already")
+        self._entries[request_id] = entry
+
+    def get(self, request_id: str) -> JournalEntry | None:
+        """The live entry, if there is one."""
+        return self._entries.get(request_id)
+
+    def remove(self, request_id: str) -> JournalEntry | None:
+        """Forget a request that has ended."""
+        return self._entries.pop(request_id, None)

@@ -1,0 +1,152 @@
+"""One choice as its reader sees it: token ids become text deltas, stop strings end it, log-probabilities get words.
+
+Pure and synchronous; the gateway and the offline `LLM` both use it. Fed the same tokens it gives the same text,
+however they are cut into messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from novainfer.protocol.messages import FINISH_STOP, Logprobs, TokenOutput
+from novainfer.sampling.params import SamplingParams
+from novainfer.sampling.stop import StopMatcher
+from novainfer.text.detokenizer import Detokenizer
+from novainfer.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token by itself. `data` may be part of a character, which `text` then shows as a replacement character."""
+
+    token_id: int
+    text: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one token of the output (or the prompt), with the alternatives at its place."""
+
+    token: TokenText
+    logprob: float
+    rank: int
+    text_offset: int  # characters of the choice's text that were finished before this token
+    top: list[tuple[TokenText, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What one `ChoiceOutput.push` adds. `stop_reason`: the stop string, or the stop id that is no end of text."""
+
+    choice: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+class ChoiceOutput:
+    """Text, counts and end of one choice.
+
+    After `push` returned a `finish_reason` that the engine did not send (`ended_here`), the caller must cancel the
+    choice at the engine; later tokens of it are ignored.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, choice: int = 0, *, after_prompt: bool = False
+    ) -> None:
+        self.choice = choice
+        self.num_tokens = 0  # sampled ids seen, including the one that ended the choice
+        self.finish_reason: str | None = None
+        self.ended_here = False
+        self._tokenizer = tokenizer
+        self._params = params
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, after_prompt=after_prompt
+        )
+        self._stop = StopMatcher(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
+        self._text_length = 0
+
+    def push(self, output: TokenOutput) -> ChoiceDelta:
+        """Take the next tokens of this choice."""
+        delta = ChoiceDelta(self.choice)
+        if self.finish_reason is not None:
+            return delta
+        for position, token_id in enumerate(output.token_ids):
+            if position < len(output.logprobs):
+                delta.logprobs.append(self._logprob(output.logprobs[position]))
+            delta.token_ids.append(token_id)
+            last = position == len(output.token_ids) - 1
+            delta.text += self._take(token_id, hidden=last and self._is_hidden_stop(output, token_id))
+            if self._stop.matched is not None:
+                return self._end(delta, FINISH_STOP, self._stop.matched, here=True)
+        if output.finish_reason is None:
+            return delta
+        delta.text += self._match(self._detokenizer.flush()) + self._stop.flush()
+        delta.error = output.error
+        if self._stop.matched is not None:  # the flush itself completed a stop string
+            return self._end(delta, FINISH_STOP, self._stop.matched, here=False)
+        stop_id = output.stop_token_id
+        return self._end(delta, output.finish_reason, stop_id if stop_id in self._params.stop_token_ids else None)
+
+    def _end(
+        self, delta: ChoiceDelta, reason: str, stop_reason: str | int | None, *, here: bool = False
+    ) -> ChoiceDelta:
+        self.finish_reason = delta.finish_reason = reason
+        self.ended_here = here
+        delta.stop_reason = stop_reason
+        return delta
+
+    def _is_hidden_stop(self, output: TokenOutput, token_id: int) -> bool:
+        """The stop token itself is no text, unless asked for."""
+        return (
+            output.finish_reason == FINISH_STOP
+            and output.stop_token_id == token_id
+            and not self._params.include_stop_str_in_output
+        )
+
+    def _take(self, token_id: int, *, hidden: bool) -> str:
+        self.num_tokens += 1
+        return "" if hidden else self._match(self._detokenizer.feed((token_id,)))
+
+    def _match(self, text: str) -> str:
+        """Text to show. Stop strings count only in text that begins after `min_tokens` tokens."""
+        self._text_length += len(text)
+        if not self._params.stop or self.num_tokens <= self._params.min_tokens:
+            return text
+        return self._stop.feed(text)
+
+    def _logprob(self, entry: Logprobs) -> TokenLogprob:
+        return describe_logprobs(self._tokenizer, entry, self._text_length)
+
+
+def describe_token(tokenizer: Tokenizer, token_id: int) -> TokenText:
+    """A token's own bytes and text."""
+    data = tokenizer.token_bytes(token_id)
+    return TokenText(token_id, data.decode("utf-8", "replace"), data)
+
+
+def describe_logprobs(tokenizer: Tokenizer, entry: Logprobs, text_offset: int) -> TokenLogprob:
+    """The wire's numbers with the tokens' words."""
+    top = [
+        (describe_token(tokenizer, token_id), logprob)
+        for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+    ]
+    token = describe_token(tokenizer, entry.token_id)
+    return TokenLogprob(token, entry.logprob, entry.rank, text_offset, top)
+
+
+def describe_prompt(
+    tokenizer: Tokenizer, prompt_token_ids: list[int], entries: list[Logprobs]
+) -> list[TokenLogprob | None]:
+    """Prompt log-probabilities, one per token; the first token has none. `entries`: those of tokens 1, 2, ..."""
+    described: list[TokenLogprob | None] = [None]
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    offset = len(detokenizer.feed(prompt_token_ids[:1]))
+    for token_id, entry in zip(prompt_token_ids[1:], entries, strict=True):
+        described.append(describe_logprobs(tokenizer, entry, offset))
+        offset += len(detokenizer.feed((token_id,)))
+    return described

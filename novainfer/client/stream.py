@@ -1,0 +1,109 @@
+"""What a reader of live requests sees: an async iterator that merges whatever piled up while it was away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from novainfer.errors import EngineError
+from novainfer.protocol.messages import FINISH_ERROR, PromptLogprobs, TokenOutput
+
+StreamItem = TokenOutput | PromptLogprobs
+
+
+class RequestStream:
+    """The outputs of one or several requests that were submitted together.
+
+    Iterating gives `TokenOutput` and `PromptLogprobs` (of one choice always in order) and stops after the last
+    finish reason. It raises what ended a request early: `InvalidRequestError`, `OverloadedError`, `EngineError`.
+    Tokens that arrive while nobody reads are merged, so a slow reader costs memory for its tokens and nothing else.
+    `close` must be called in the end, read or not; it cancels what is still live.
+    """
+
+    def __init__(self, request_ids: Iterable[str], cancel: Callable[[str, int], None]) -> None:
+        self._live = set(request_ids)
+        self._cancel = cancel
+        self._order: deque[tuple[str, int]] = deque()  # keys of _pending, oldest first
+        self._pending: dict[tuple[str, int], list[StreamItem]] = {}
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """The requests that have not ended."""
+        return frozenset(self._live)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> StreamItem:
+        await self.wait()
+        if self._error is not None:
+            raise self._error
+        if not self._order:
+            raise StopAsyncIteration
+        key = self._order.popleft()
+        item = _merge(self._pending.pop(key))
+        if isinstance(item, TokenOutput) and item.finish_reason == FINISH_ERROR:
+            raise EngineError(item.error or "The engine failed on this request.")
+        return item
+
+    async def wait(self) -> None:
+        """Return once `__anext__` would not block."""
+        while not self._order and self._error is None and self._live:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def push(self, item: StreamItem) -> None:
+        """Add an output (the client's reader task)."""
+        choice = item.choice if isinstance(item, TokenOutput) else -1
+        key = (item.request_id, choice)
+        waiting = self._pending.get(key)
+        if waiting is None:
+            self._pending[key] = [item]
+            self._order.append(key)
+        else:
+            waiting.append(item)
+        self._wake()
+
+    def end(self, request_id: str, error: Exception | None = None) -> None:
+        """One request has ended; an error ends the whole stream."""
+        self._live.discard(request_id)
+        self._error = self._error or error
+        self._wake()
+
+    def cancel(self, request_id: str, choice: int = -1) -> None:
+        """Cancel one request, or one choice of it."""
+        self._cancel(request_id, choice)
+
+    def close(self) -> None:
+        """Cancel what is live. Idempotent."""
+        for request_id in list(self._live):
+            self._cancel(request_id, -1)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _merge(items: list[StreamItem]) -> StreamItem:
+    """Consecutive outputs of one choice as one."""
+    first, last = items[0], items[-1]
+    if len(items) == 1:
+        return first
+    if isinstance(first, PromptLogprobs) or isinstance(last, PromptLogprobs):
+        entries = [entry for item in items if isinstance(item, PromptLogprobs) for entry in item.entries]
+        return replace(first, entries=entries)  # type: ignore[call-arg]
+    outputs = [item for item in items if isinstance(item, TokenOutput)]
+    return replace(
+        last,
+        index=first.index,
+        token_ids=[token_id for output in outputs for token_id in output.token_ids],
+        logprobs=[entry for output in outputs for entry in output.logprobs],
+        num_cached_tokens=max(output.num_cached_tokens for output in outputs),
+    )

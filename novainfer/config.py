@@ -1,0 +1,175 @@
+"""Configuration: one small frozen dataclass per component. Pure data, no file is opened here.
+
+The command line, the environment (`NOVAINFER_*`) and YAML files are generated from these fields
+(`entrypoints/options.py`). A value found out later (by profiling, from the checkpoint) makes a new object.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from novainfer.errors import ConfigError
+
+DEMO_MODEL = "demo"  # the checkpoint in novainfer/assets/demo
+MIB = 1024 * 1024
+
+
+def option(default: Any, help_text: str, *, choices: tuple[str, ...] = (), secret: bool = False) -> Any:
+    """A config field: its default, the sentence that documents it, and what the command line needs."""
+    metadata = {"help": help_text, "choices": choices, "secret": secret}
+    if isinstance(default, (list, dict)):
+        raise TypeError("a config default must be immutable")
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which checkpoint, and how it is read."""
+
+    model: str = option(DEMO_MODEL, "Local folder, Hugging Face hub id, or 'demo' for the embedded model.")
+    revision: str | None = option(None, "Hub revision (branch, tag or commit).")
+    tokenizer: str | None = option(None, "Folder or hub id of the tokenizer, where it is not the model's.")
+    chat_template: str | None = option(None, "File with a Jinja chat template that replaces the model's.")
+    served_model_name: tuple[str, ...] = option((), "Names that clients may use; default: the model as given.")
+    dtype: str = option(
+        "auto",
+        "Type of weights, activations and KV cache; auto = the checkpoint's.",
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )
+    max_model_len: int | None = option(None, "Longest prompt + output in tokens; default: the model's own limit.")
+    model_backend: str = option(
+        "auto",
+        "'native' = our decoder, 'transformers' = its modelling with our paged attention; auto = native if known.",
+        choices=("auto", "native", "transformers"),
+    )
+    trust_remote_code: bool = option(False, "Run Python code that comes with the checkpoint.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = option(16, "Tokens in a KV block.")
+    num_blocks: int | None = option(None, "Number of KV blocks; default: what the memory allows.")
+    gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory to use for weights, work space and KV.")
+    kv_cache_memory_mib: int | None = option(
+        None, "Memory for the KV cache in MiB; default on a CPU: a quarter of what is free, at most 4096."
+    )
+    enable_prefix_caching: bool = option(True, "Reuse the KV blocks of equal prompt prefixes.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Batching and queueing."""
+
+    max_num_seqs: int = option(64, "Sequences that run at once.")
+    max_num_batched_tokens: int = option(2048, "Token budget of one step, prefill chunks and decodes together.")
+    max_waiting: int = option(1024, "Requests that may wait; more are refused with 503 and Retry-After.")
+    steps_in_flight: int = option(2, "Steps submitted before the first one's tokens are known.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Workers and devices."""
+
+    tensor_parallel_size: int = option(1, "Ranks that one model is split over.")
+    device: str = option("auto", "Where workers run.", choices=("auto", "cpu", "cuda"))
+    kernel_backend: str = option(
+        "auto",
+        "Kernels: auto = triton on a GPU, native C++ on a CPU.",
+        choices=("auto", "triton", "cpu", "reference"),
+    )
+    threads_per_worker: int | None = option(None, "CPU threads of one rank; default: the cores divided by the ranks.")
+    ray_address: str | None = option(None, "Join this Ray cluster ('auto' finds one); default: a local one of our own.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP side and the life of the processes."""
+
+    host: str = option("127.0.0.1", "Address the HTTP port listens on.")
+    port: int = option(8000, "HTTP port; 0 = any free one.")
+    num_gateways: int = option(1, "Gateway processes that share the port.")
+    api_key: tuple[str, ...] = option((), "Key that clients must send; may be given several times.", secret=True)
+    api_key_file: str | None = option(None, "File with one API key a line ('name:key' names the tenant).")
+    cors_origins: tuple[str, ...] = option((), "Origins allowed to call from a browser; default: none.")
+    strict_params: bool = option(False, "Refuse request fields that this server does not know.")
+    max_body_mib: int = option(8, "Largest request body in MiB.")
+    max_live_requests: int = option(2048, "Requests that one gateway holds at once; more get 503.")
+    max_requests_per_key: int = option(0, "Live requests of one API key in one gateway (0 = no limit); more get 429.")
+    drain_timeout: float = option(30.0, "Seconds that accepted streams may take to finish after SIGTERM.")
+    start_timeout: float = option(600.0, "Seconds from start until every process must be ready.")
+    hang_timeout: float = option(60.0, "Seconds a step may take before the workers count as hung.")
+    run_dir: str | None = option(None, "Directory for sockets (0700); default: a new temporary one.")
+    log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Everything `novainfer serve` needs, in one object; also what the offline `LLM` builds."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def to_json(self) -> str:
+        """For a child process; `from_json` gives an equal object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ServeConfig:
+        data = json.loads(text)
+        parts: dict[str, Any] = {}
+        for name, component in COMPONENTS.items():
+            values = {key: tuple(v) if isinstance(v, list) else v for key, v in data[name].items()}
+            parts[name] = component(**values)
+        return cls(**parts)
+
+
+COMPONENTS: dict[str, type] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "server": ServerConfig,
+}
+
+
+def check(config: ServeConfig) -> None:
+    """Raise `ConfigError` for values that can never work together; called before any process starts."""
+    positive: dict[str, float] = {
+        "block_size": config.cache.block_size,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "max_waiting": config.scheduler.max_waiting,
+        "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "num_gateways": config.server.num_gateways,
+        "max_live_requests": config.server.max_live_requests,
+        "max_body_mib": config.server.max_body_mib,
+        "hang_timeout": config.server.hang_timeout,
+        "start_timeout": config.server.start_timeout,
+    }
+    for name, value in positive.items():
+        if value <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+    optional: dict[str, int | None] = {
+        "max_model_len": config.model.max_model_len,
+        "num_blocks": config.cache.num_blocks,
+        "kv_cache_memory_mib": config.cache.kv_cache_memory_mib,
+        "threads_per_worker": config.parallel.threads_per_worker,
+    }
+    for name, limit in optional.items():
+        if limit is not None and limit <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {limit}")
+    if not 0.05 <= config.cache.gpu_memory_utilization <= 1.0:
+        raise ConfigError("--gpu-memory-utilization must be between 0.05 and 1")
+    if config.scheduler.steps_in_flight not in (1, 2):
+        raise ConfigError("--steps-in-flight must be 1 or 2")
+    if config.scheduler.max_num_batched_tokens < config.scheduler.max_num_seqs:
+        raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs: each decode needs one token")
+    if not 0 <= config.server.port <= 65535:
+        raise ConfigError("--port must be between 0 and 65535")

@@ -1,0 +1,48 @@
+"""The engine: a scheduler and an executor, joined. The same object runs in the scheduler process and in `LLM`."""
+
+from __future__ import annotations
+
+from novainfer.config import ServeConfig
+from novainfer.executor.base import Executor
+from novainfer.protocol.messages import AddRequest, TokenOutput
+from novainfer.scheduler.scheduler import Scheduler, StepOutputs
+
+
+class EngineCore:
+    """`submit` keeps up to `steps_in_flight` plans with the workers, `collect` applies the oldest result."""
+
+    def __init__(self, executor: Executor, config: ServeConfig) -> None:
+        self._executor = executor
+        self._steps_in_flight = config.scheduler.steps_in_flight
+        self.scheduler = Scheduler(executor.info, config.scheduler, config.cache)
+
+    def add(self, message: AddRequest, now: float) -> list[TokenOutput]:
+        """See `Scheduler.add`."""
+        return self.scheduler.add(message, now)
+
+    def cancel(self, request_id: str, choice: int = -1) -> list[TokenOutput]:
+        """See `Scheduler.cancel`."""
+        return self.scheduler.cancel(request_id, choice)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, waits or is in flight."""
+        return not self.scheduler.requests and self.scheduler.num_in_flight == 0
+
+    def submit(self) -> int:
+        """Submit plans until enough are in flight or nothing can be scheduled; returns how many."""
+        count = 0
+        while self.scheduler.num_in_flight < self._steps_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._executor.submit(plan)
+            count += 1
+        return count
+
+    def collect(self, timeout: float | None) -> StepOutputs | None:
+        """Wait up to `timeout` seconds (None = for ever) for the oldest step; None if none came or none is out."""
+        if self.scheduler.num_in_flight == 0:
+            return None
+        result = self._executor.collect(timeout)
+        return None if result is None else self.scheduler.update(result)

@@ -1,0 +1,26 @@
+"""The scheduler's figures as one record, for the gateways' metrics and health."""
+
+from __future__ import annotations
+
+from novainfer.protocol.messages import EngineStats
+from novainfer.scheduler.scheduler import Scheduler
+
+
+def collect_stats(scheduler: Scheduler, epoch: int, seconds_since_progress: float) -> EngineStats:
+    """Gauges now, totals since start. `seconds_since_progress`: 0 when idle."""
+    totals = scheduler.totals
+    return EngineStats(
+        epoch=epoch,
+        step=scheduler.step,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_blocks=scheduler.kv.pool.num_blocks,
+        num_free_blocks=scheduler.kv.pool.num_free,
+        accepted_total=totals.accepted,
+        finished_total=dict(totals.finished),
+        prompt_tokens_total=totals.prompt_tokens,
+        cached_prompt_tokens_total=totals.cached_prompt_tokens,
+        generation_tokens_total=totals.generation_tokens,
+        preemptions_total=totals.preemptions,
+        seconds_since_progress=seconds_since_progress,
+    )

@@ -1,0 +1,301 @@
+"""The scheduler process: one thread, two sockets. Gateways in front, worker ranks behind; nothing else is shared.
+
+Each turn of the loop: receive messages, submit plans, apply the oldest result, publish one batch per gateway.
+`python -m novainfer.engine.server --run-dir DIR --replica N`
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import time
+from collections import defaultdict
+
+import zmq
+from setproctitle import setproctitle
+
+from novainfer.config import ServeConfig
+from novainfer.engine.core import EngineCore
+from novainfer.engine.metrics import collect_stats
+from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
+from novainfer.executor.base import ExecutorInfo
+from novainfer.executor.zmq_executor import ZmqExecutor
+from novainfer.protocol.messages import (
+    FINISH_ERROR,
+    GATEWAY_SCHEMA,
+    AddRequest,
+    CancelRequest,
+    EngineInfo,
+    Hello,
+    OutputBatch,
+    PromptLogprobs,
+    RequestRejected,
+    TokenOutput,
+)
+from novainfer.protocol.supervision import ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted
+from novainfer.transport.addresses import RunDir
+from novainfer.transport.channel import bind_router, connect_push
+from novainfer.transport.parent import die_with_parent
+
+logger = logging.getLogger("novainfer.scheduler")
+
+STATS_INTERVAL = 1.0  # seconds
+_MAX_MESSAGES_PER_TURN = 256
+_NOT_READY_RETRY_AFTER = 2.0  # seconds
+FIRST_EPOCH = 1
+
+
+class SchedulerServer:
+    """Owns both sockets and, once every rank has loaded, the engine."""
+
+    def __init__(self, config: ServeConfig, run_dir: RunDir, replica: int) -> None:
+        self._config = config
+        self._replica = replica
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gateway_socket = bind_router(self._context, run_dir.gateways(replica))
+        self._executor = ZmqExecutor(
+            run_dir.workers(replica),
+            world_size=config.parallel.tensor_parallel_size,
+            epoch=FIRST_EPOCH,
+            context=self._context,
+        )
+        self._supervisor = connect_push(self._context, run_dir.supervisor())
+        self._engine: EngineCore | None = None
+        self._gateways: dict[bytes, str] = {}  # socket identity -> gateway id of its current process
+        self._owner: dict[str, bytes] = {}  # request id -> socket identity of its gateway
+        self._last_progress = time.monotonic()
+        self._next_stats = 0.0
+        self._wake_r, self._wake_w = socket.socketpair()
+        self._wake_w.setblocking(False)
+        self._poller = zmq.Poller()
+        for source in (self._gateway_socket, self._executor.socket, self._wake_r):
+            self._poller.register(source, zmq.POLLIN)
+        self._stopping = False
+
+    # -- the loop -------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until SIGTERM. Raises `EngineError` when the workers are lost; every request is ended first."""
+        signal.set_wakeup_fd(self._wake_w.fileno())
+        signal.signal(signal.SIGTERM, self._on_stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
+        self._report(ChildStarted(ROLE_SCHEDULER, self._replica, os.getpid()))
+        busy = False
+        try:
+            while not self._stopping:
+                self._receive(0.0 if busy else STATS_INTERVAL)
+                busy = self._advance()
+                self._publish_stats()
+        except EngineError as error:
+            self._fail_all(f"The engine failed: {error}")
+            self._report(ChildFault(ROLE_SCHEDULER, self._replica, FIRST_EPOCH, str(error)))
+            raise
+        finally:
+            self._executor.close()
+            self._supervisor.close()
+            self._gateway_socket.close(linger=500)
+            self._context.term()
+
+    def _receive(self, timeout: float) -> None:
+        ready = dict(self._poller.poll(int(timeout * 1000)))
+        if self._gateway_socket in ready:
+            for _ in range(_MAX_MESSAGES_PER_TURN):
+                try:
+                    identity, data = self._gateway_socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                except ValueError:
+                    logger.warning("a gateway sent a message of the wrong number of frames")
+                    continue
+                self._handle(identity, data)
+
+    def _advance(self) -> bool:
+        """Submit and collect what is there; True if something moved, so that the next turn need not wait."""
+        if self._engine is None:
+            return self._try_start()
+        now = time.monotonic()
+        self._publish(self._engine.scheduler.expire(now), [])
+        if self._engine.scheduler.num_in_flight == 0:
+            self._last_progress = now
+        submitted = self._engine.submit()
+        outputs = self._engine.collect(0.0)
+        if outputs is not None:
+            self._last_progress = now
+            self._publish(outputs.outputs, outputs.prompt_logprobs)
+        elif self._seconds_since_progress() > self._config.server.hang_timeout:
+            raise EngineError(f"no step has ended for {self._config.server.hang_timeout:g} s")
+        return bool(submitted) or outputs is not None
+
+    def _try_start(self) -> bool:
+        info = self._executor.try_ready()
+        if info is None:
+            return False
+        logger.info("all ranks have loaded: %s", info)
+        self._engine = EngineCore(self._executor, self._config)
+        for identity in list(self._gateways):
+            self._send(identity, self._engine_info(info))
+        self._report(ChildReady(ROLE_SCHEDULER, self._replica))
+        return True
+
+    # -- messages from gateways -----------------------------------------------------------------------------
+
+    def _handle(self, identity: bytes, data: bytes) -> None:
+        try:
+            message = GATEWAY_SCHEMA.decode(data)
+        except ProtocolError as error:
+            logger.warning("dropped a message that is not of the schema: %s", error)
+            return
+        if isinstance(message, Hello):
+            self._greet(identity, message)
+        elif isinstance(message, AddRequest):
+            self._add(identity, message)
+        elif isinstance(message, CancelRequest):
+            if self._engine is not None and self._owner.get(message.request_id) == identity:
+                self._publish(self._engine.cancel(message.request_id, message.choice), [])
+        else:
+            logger.warning("dropped a %s: not for the scheduler", type(message).__name__)
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        known = self._gateways.get(identity)
+        if known is not None and known != hello.gateway_id:
+            self._cancel_of(identity)  # its predecessor died; nobody reads those streams
+        self._gateways[identity] = hello.gateway_id
+        self._send(identity, self._engine_info(None if self._engine is None else self._executor.info))
+        self._next_stats = 0.0
+
+    def _add(self, identity: bytes, message: AddRequest) -> None:
+        request_id = message.request_id
+        if self._engine is None:
+            rejected = RequestRejected(
+                request_id, 503, "The model is still loading.", retry_after=_NOT_READY_RETRY_AFTER
+            )
+            self._send(identity, rejected)
+            return
+        if self._owner.get(request_id, identity) != identity:
+            self._send(identity, RequestRejected(request_id, 400, "This request id is in use."))
+            return
+        try:
+            ended = self._engine.add(message, time.monotonic())
+        except InvalidRequestError as error:
+            self._send(identity, RequestRejected(request_id, 400, error.message, error.param, error.code))
+        except OverloadedError as error:
+            rejected = RequestRejected(
+                request_id, error.status, error.message, code="overloaded", retry_after=error.retry_after
+            )
+            self._send(identity, rejected)
+        else:
+            self._owner[request_id] = identity
+            self._publish(ended, [])
+
+    # -- messages to gateways -------------------------------------------------------------------------------
+
+    def _publish(self, outputs: list[TokenOutput], prompt_logprobs: list[PromptLogprobs]) -> None:
+        """One message per gateway, however many tokens."""
+        if not outputs and not prompt_logprobs:
+            return
+        by_gateway: dict[bytes, tuple[list[TokenOutput], list[PromptLogprobs]]] = defaultdict(lambda: ([], []))
+        for output in outputs:
+            identity = self._owner.get(output.request_id)
+            if identity is not None:
+                by_gateway[identity][0].append(output)
+        for item in prompt_logprobs:
+            identity = self._owner.get(item.request_id)
+            if identity is not None:
+                by_gateway[identity][1].append(item)
+        for output in outputs:
+            if output.finish_reason is not None and not self._is_live(output.request_id):
+                self._owner.pop(output.request_id, None)
+        step = self._engine.scheduler.step if self._engine is not None else 0
+        for identity, (tokens, logprobs) in by_gateway.items():
+            self._send(identity, OutputBatch(FIRST_EPOCH, step, tokens, logprobs))
+
+    def _publish_stats(self) -> None:
+        now = time.monotonic()
+        if self._engine is None or now < self._next_stats:
+            return
+        self._next_stats = now + STATS_INTERVAL
+        stats = collect_stats(self._engine.scheduler, FIRST_EPOCH, self._seconds_since_progress())
+        for identity in list(self._gateways):
+            self._send(identity, stats)
+
+    def _send(self, identity: bytes, message: object) -> None:
+        try:
+            self._gateway_socket.send_multipart([identity, GATEWAY_SCHEMA.encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            logger.warning("gateway %r is gone: its requests are cancelled", self._gateways.get(identity))
+            self._gateways.pop(identity, None)
+            self._cancel_of(identity)
+
+    def _cancel_of(self, identity: bytes) -> None:
+        """End the requests of a gateway that cannot hear it."""
+        for request_id in [r for r, owner in self._owner.items() if owner == identity]:
+            del self._owner[request_id]
+            if self._engine is not None:
+                self._engine.cancel(request_id)
+
+    def _fail_all(self, message: str) -> None:
+        """Every accepted request gets an end, also when the engine cannot go on."""
+        if self._engine is None:
+            return
+        ends = [
+            TokenOutput(r.request_id, s.choice, s.num_output, [], finish_reason=FINISH_ERROR, error=message)
+            for r in self._engine.scheduler.requests.values()
+            for s in r.sequences
+            if not s.finished
+        ]
+        self._publish(ends, [])
+
+    # -- small things ---------------------------------------------------------------------------------------
+
+    def _engine_info(self, info: ExecutorInfo | None) -> EngineInfo:
+        if info is None:
+            return EngineInfo(epoch=FIRST_EPOCH, ready=False)
+        return EngineInfo(
+            epoch=info.epoch,
+            ready=True,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_num_seqs=min(info.max_num_seqs, self._config.scheduler.max_num_seqs),
+        )
+
+    def _is_live(self, request_id: str) -> bool:
+        return self._engine is not None and request_id in self._engine.scheduler.requests
+
+    def _seconds_since_progress(self) -> float:
+        return time.monotonic() - self._last_progress
+
+    def _report(self, message: object) -> None:
+        self._supervisor.send(SUPERVISOR_SCHEMA.encode(message))
+
+    def _on_stop(self, signum: int, frame: object) -> None:
+        self._stopping = True
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the process; the exit code is 0 only after SIGTERM."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--replica", type=int, default=0)
+    args = parser.parse_args(argv)
+    die_with_parent()
+    setproctitle(f"novainfer: scheduler {args.replica}")
+    run_dir = RunDir.create(args.run_dir)
+    config = ServeConfig.from_json(run_dir.config_file.read_text())
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        SchedulerServer(config, run_dir, args.replica).run()
+    except EngineError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,44 @@
+"""The one interface between the engine core and whatever runs the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from novainfer.protocol.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorInfo:
+    """What the workers agreed on after loading (the minimum over the ranks where they differ)."""
+
+    epoch: int
+    num_blocks: int
+    block_size: int  # tokens
+    vocab_size: int  # width of the logits
+    max_model_len: int  # tokens
+    max_num_seqs: int  # persistent rows
+
+
+class Executor(Protocol):
+    """Runs plans in the order of submission and answers each with exactly one result, in the same order."""
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """Valid once the workers are ready."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step. Does not wait for it. Raises `EngineError` if the workers are gone."""
+        ...
+
+    def collect(self, timeout: float | None) -> StepResult | None:
+        """The oldest unanswered step's result; None if `timeout` seconds pass first (None = wait).
+
+        Raises `EngineError` if the workers failed; every row's state is then lost.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the workers (idempotent)."""
+        ...

@@ -1,0 +1,137 @@
+"""Block tables of sequences: prefix hits, growth, forks with copy-on-write, release. Pure; in the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from novainfer.kv.block_pool import BlockPool
+from novainfer.kv.prefix_index import PrefixIndex, chain_key
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The KV blocks of one sequence, in order; written by the `KVCacheManager` alone.
+
+    `keys` are the chain keys of the leading full blocks hashed so far; `num_indexed` how many of those were
+    offered to the prefix index.
+    """
+
+    root: bytes
+    use_prefix_cache: bool
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    num_indexed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a sequence got: new block ids for the end of its table, and whole blocks to copy first (src, dst).
+
+    After a copy the table's entry is `dst`, so a row that already runs must be told its whole table again.
+    """
+
+    new_blocks: list[int]
+    copies: list[tuple[int, int]]
+
+
+class KVCacheManager:
+    """Owns the pool and the prefix index of one replica."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.index = PrefixIndex()
+        self._caching = enable_prefix_caching
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def attach_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> int:
+        """Share the cached blocks of the longest known prefix; returns the number of tokens they hold.
+
+        The table must be empty. At least the last token is left to compute, since its logits are needed.
+        """
+        if not (self._caching and table.use_prefix_cache):
+            return 0
+        size = self.block_size
+        for start in range(0, len(token_ids) - size, size):
+            content = token_ids[start : start + size]
+            key = self._key(table, start // size, content)
+            block = self.index.find(key, content)
+            if block is None:
+                break
+            self.pool.share(block)
+            table.blocks.append(block)
+        table.num_indexed = len(table.blocks)
+        return len(table.blocks) * size
+
+    def fork(self, parent: BlockTable, child: BlockTable, num_tokens: int) -> None:
+        """Let the empty `child` share the parent's blocks that hold the first `num_tokens` tokens.
+
+        A block that the child (or the parent) writes to later is copied first: see `grow`.
+        """
+        count = self.blocks_for(num_tokens)
+        for block in parent.blocks[:count]:
+            self.pool.share(block)
+            child.blocks.append(block)
+        full = num_tokens // self.block_size
+        child.keys = parent.keys[:full]
+        child.num_indexed = min(parent.num_indexed, full)
+
+    def blocks_to_grow(self, table: BlockTable, first: int, num_tokens: int) -> int:
+        """Free blocks that `grow` with the same arguments will take."""
+        missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
+        return missing + len(self._shared_from(table, first))
+
+    def grow(self, table: BlockTable, first: int, num_tokens: int) -> Growth | None:
+        """Make room for `num_tokens` tokens of which those from index `first` on will be written.
+
+        Shared blocks in the written range are replaced by copies. None, and nothing changed, if the free
+        blocks do not suffice.
+        """
+        if self.blocks_to_grow(table, first, num_tokens) > self.pool.num_free:
+            return None
+        copies = []
+        for i in self._shared_from(table, first):
+            copy = self._take()
+            copies.append((table.blocks[i], copy))
+            self.pool.release([table.blocks[i]])
+            table.blocks[i] = copy
+        missing = self.blocks_for(num_tokens) - len(table.blocks)
+        new_blocks = [self._take() for _ in range(missing)]
+        table.blocks.extend(new_blocks)
+        return Growth(new_blocks, copies)
+
+    def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Offer the full blocks whose `num_computed` tokens are computed and known to the prefix index."""
+        if not (self._caching and table.use_prefix_cache):
+            return
+        size = self.block_size
+        for i in range(table.num_indexed, num_computed // size):
+            content = token_ids[i * size : (i + 1) * size]
+            self.index.insert(table.blocks[i], self._key(table, i, content), content)
+            table.num_indexed = i + 1
+
+    def release(self, table: BlockTable) -> None:
+        """Give all blocks back, the last one first to be reused; their content stays findable till then."""
+        self.pool.release(reversed(table.blocks))
+        table.blocks.clear()
+        table.num_indexed = 0
+
+    def _take(self) -> int:
+        block = self.pool.allocate()
+        self.index.evict(block)
+        return block
+
+    def _shared_from(self, table: BlockTable, first: int) -> list[int]:
+        """Positions in the table, from the block of token `first` on, whose block others own too."""
+        start = first // self.block_size
+        return [i for i in range(start, len(table.blocks)) if self.pool.references(table.blocks[i]) > 1]
+
+    def _key(self, table: BlockTable, i: int, content: Sequence[int]) -> bytes:
+        if i == len(table.keys):
+            parent = table.keys[-1] if table.keys else table.root
+            table.keys.append(chain_key(parent, content))
+        return table.keys[i]

@@ -1,0 +1,200 @@
+"""The closed schema on every socket: frozen records <-> msgpack arrays. No pickle, no ext types, no maps of names.
+
+A record is `[tag, field, field, ...]`, positional. Fields are only ever appended, each with a default, so an
+older peer's shorter array still decodes; an unknown tag, an extra field or a value of the wrong type is a
+`ProtocolError`. Decoders are built once per class from its annotations.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from operator import attrgetter
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from novainfer.errors import ProtocolError
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_MAX_ITEMS = 16 * 1024 * 1024
+_LIMITS = {
+    "max_str_len": 16 * 1024 * 1024,
+    "max_bin_len": MAX_MESSAGE_BYTES,
+    "max_array_len": _MAX_ITEMS,
+    "max_map_len": 1024 * 1024,
+    "max_ext_len": 0,
+}
+
+Decoder = Callable[[Any], Any]
+Encoder = Callable[[Any], Any]
+
+
+class Schema:
+    """The set of records that may travel over one boundary, each under a fixed small tag."""
+
+    def __init__(self, name: str, records: dict[int, type]) -> None:
+        self.name = name
+        self._encoders = {record: (tag, record_encoder(record)) for tag, record in records.items()}
+        self._decoders = {tag: record_decoder(record) for tag, record in records.items()}
+
+    def encode(self, message: object) -> bytes:
+        """Pack one record of this schema. Raises KeyError for a class that does not belong to it."""
+        tag, encoder = self._encoders[type(message)]
+        packed: bytes = msgpack.packb([tag, *encoder(message)])
+        return packed
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        """Unpack one record; raises `ProtocolError` for anything that is not exactly one valid record."""
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"{self.name}: message of {len(data)} bytes is too large")
+        try:
+            wire = msgpack.unpackb(data, use_list=True, strict_map_key=False, ext_hook=_refuse_ext, **_LIMITS)
+        except ProtocolError:
+            raise
+        except Exception as error:  # msgpack raises many kinds for malformed bytes
+            raise ProtocolError(f"{self.name}: not msgpack ({type(error).__name__})") from None
+        if type(wire) is not list or not wire or type(wire[0]) is not int:
+            raise ProtocolError(f"{self.name}: a message is an array that starts with its tag")
+        decoder = self._decoders.get(wire[0])
+        if decoder is None:
+            raise ProtocolError(f"{self.name}: unknown tag {wire[0]}")
+        return decoder(wire[1:])
+
+
+def _refuse_ext(code: int, data: bytes) -> Any:
+    raise ProtocolError(f"msgpack extension type {code} is not allowed")
+
+
+def record_encoder(record: type) -> Encoder:
+    """A function that turns a `record` into the list of its wire fields, nested records as lists."""
+    hints = get_type_hints(record)
+    names = [f.name for f in fields(record)]
+    nested = [(i, encoder) for i, name in enumerate(names) if (encoder := _value_encoder(hints[name])) is not None]
+    if len(names) == 1:
+        only = names[0]
+        return lambda value: [nested[0][1](getattr(value, only)) if nested else getattr(value, only)]
+    all_fields = attrgetter(*names)
+
+    def encode(value: Any) -> list[Any]:
+        wire = list(all_fields(value))
+        for i, encoder in nested:
+            if wire[i]:  # neither None nor empty
+                wire[i] = encoder(wire[i])
+        return wire
+
+    return encode
+
+
+def _value_encoder(annotation: Any) -> Encoder | None:
+    """None where msgpack takes the value as it is."""
+    if is_dataclass(annotation) and isinstance(annotation, type):
+        return record_encoder(annotation)
+    if get_origin(annotation) is dict:
+        return None
+    for arg in get_args(annotation):
+        inner = _value_encoder(arg)
+        if inner is not None and get_origin(annotation) in (list, tuple):
+            item = inner
+            return lambda values: [None if value is None else item(value) for value in values]
+        if inner is not None:
+            return inner
+    return None
+
+
+def record_decoder(record: type) -> Decoder:
+    """A function that turns a list of wire fields into `record`, checking every type."""
+    hints = get_type_hints(record)
+    names = [f.name for f in fields(record)]
+    decoders = [_value_decoder(hints[name], f"{record.__name__}.{name}") for name in names]
+    needed = [i for i, f in enumerate(fields(record)) if f.default is MISSING and f.default_factory is MISSING]
+    required, count = (needed[-1] + 1 if needed else 0), len(names)
+
+    def decode(wire: Any) -> Any:
+        if type(wire) is not list or not required <= len(wire) <= count:
+            raise ProtocolError(f"{record.__name__}: wrong number of fields")
+        values = [decoder(item) for decoder, item in zip(decoders, wire, strict=False)]
+        return record(**dict(zip(names, values, strict=False)))
+
+    return decode
+
+
+def _value_decoder(annotation: Any, where: str) -> Decoder:
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return _optional_decoder(annotation, where)
+    if origin in (list, tuple):
+        return _sequence_decoder(annotation, where)
+    if origin is dict:
+        return _dict_decoder(annotation, where)
+    if is_dataclass(annotation) and isinstance(annotation, type):
+        return record_decoder(annotation)
+    if annotation is float:
+        return _float_decoder(where)
+    if annotation in (int, str, bool, bytes):
+        return _scalar_decoder(annotation, where)
+    raise TypeError(f"{where}: {annotation!r} cannot travel")
+
+
+def _scalar_decoder(kind: type, where: str) -> Decoder:
+    def decode(value: Any) -> Any:
+        if type(value) is not kind:
+            raise ProtocolError(f"{where}: {type(value).__name__} is not {kind.__name__}")
+        return value
+
+    return decode
+
+
+def _float_decoder(where: str) -> Decoder:
+    def decode(value: Any) -> Any:
+        if type(value) is float:
+            return value
+        if type(value) is not int:
+            raise ProtocolError(f"{where}: {type(value).__name__} is not a number")
+        try:
+            return float(value)
+        except OverflowError:
+            raise ProtocolError(f"{where}: the number is too large") from None
+
+    return decode
+
+
+def _optional_decoder(annotation: Any, where: str) -> Decoder:
+    args = [arg for arg in get_args(annotation) if arg is not type(None)]
+    if len(args) != 1:
+        raise TypeError(f"{where}: only `X | None` unions can travel")
+    inner = _value_decoder(args[0], where)
+    return lambda value: None if value is None else inner(value)
+
+
+def _sequence_decoder(annotation: Any, where: str) -> Decoder:
+    args = get_args(annotation)
+    make = get_origin(annotation)
+    if make is tuple and (len(args) != 2 or args[1] is not Ellipsis):
+        raise TypeError(f"{where}: only `tuple[X, ...]` can travel")
+    item_type = args[0]
+    inner = _value_decoder(item_type, where)
+
+    def decode(value: Any) -> Any:
+        if type(value) is not list:
+            raise ProtocolError(f"{where}: not an array")
+        if item_type is int:  # long token id lists: one pass in C
+            if set(map(type, value)) - {int}:
+                raise ProtocolError(f"{where}: not an array of integers")
+            return value if make is list else tuple(value)
+        return make(inner(item) for item in value)
+
+    return decode
+
+
+def _dict_decoder(annotation: Any, where: str) -> Decoder:
+    key_type, value_type = get_args(annotation)
+    key, item = _value_decoder(key_type, where), _value_decoder(value_type, where)
+
+    def decode(value: Any) -> Any:
+        if type(value) is not dict:
+            raise ProtocolError(f"{where}: not a map")
+        return {key(k): item(v) for k, v in value.items()}
+
+    return decode

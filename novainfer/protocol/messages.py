@@ -1,0 +1,160 @@
+"""What gateways and a scheduler say to each other. One record per fact; see `codec` for the wire form.
+
+Gateway -> scheduler: Hello, AddRequest, CancelRequest.   Scheduler -> gateway: EngineInfo, OutputBatch,
+RequestRejected, EngineStats.   Every token carries (epoch, request_id, choice, index): a consumer drops older
+epochs and indexes that it has, and treats a gap as a fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from novainfer.protocol.codec import Schema
+from novainfer.sampling.params import SamplingParams
+
+FINISH_STOP = "stop"
+FINISH_LENGTH = "length"
+FINISH_CANCELLED = "cancelled"
+FINISH_ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a gateway, answered by EngineInfo (now, and again whenever it changes)."""
+
+    gateway_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """One accepted request, every default resolved; exactly what the gateway's journal holds.
+
+    `emitted[c]` are the token ids of choice c that the journal already has: empty at first, filled when a
+    request is resumed after a crash, so that the engine goes on at index len(emitted[c]).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: list[int] = field(default_factory=list)
+    tenant: str = ""
+    cache_salt: str = ""
+    use_prefix_cache: bool = True
+    priority: int = 0
+    deadline: float = 0.0  # seconds from acceptance, 0 = none
+    emitted: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """End a request, or one choice of it (`choice` >= 0; the stop string of one choice was found)."""
+
+    request_id: str
+    choice: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The engine as the workers report it; `ready` is False until every rank has loaded."""
+
+    epoch: int
+    ready: bool
+    vocab_size: int = 0  # width of the logits
+    max_model_len: int = 0  # tokens
+    block_size: int = 0  # tokens
+    num_blocks: int = 0
+    max_num_seqs: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities at one position: the token itself, then the alternatives by falling probability."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = most probable
+    top_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """New tokens of one choice; `index` is the output index of `token_ids[0]`. Terminal if `finish_reason`."""
+
+    request_id: str
+    choice: int
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    error: str | None = None  # text for finish_reason "error"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens start, start+1, ... (never of token 0, which has none)."""
+
+    request_id: str
+    start: int
+    entries: list[Logprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputBatch:
+    """All that one step has for one gateway, in one message."""
+
+    epoch: int
+    step: int
+    outputs: list[TokenOutput]
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRejected:
+    """The request was not accepted: `status` is the HTTP status to answer (400, 429, 503)."""
+
+    request_id: str
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float = 0.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges and running totals of one scheduler, sent about once a second and on Hello.
+
+    `step` moving, or `num_running == num_waiting == 0`, is what health means.
+    """
+
+    epoch: int
+    step: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    accepted_total: int = 0
+    finished_total: dict[str, int] = field(default_factory=dict)  # by finish reason
+    prompt_tokens_total: int = 0
+    cached_prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    preemptions_total: int = 0
+    seconds_since_progress: float = 0.0
+
+
+GATEWAY_SCHEMA = Schema(
+    "gateway",
+    {
+        1: Hello,
+        2: AddRequest,
+        3: CancelRequest,
+        16: EngineInfo,
+        17: OutputBatch,
+        18: RequestRejected,
+        19: EngineStats,
+    },
+)

@@ -1,0 +1,119 @@
+"""What a scheduler and its workers say to each other: plans out, results back.
+
+The workers keep one persistent *row* per running choice: its tokens, its block table, its sampling state. A
+`StepPlan` is a delta against those rows. Per row the workers hold `num_tokens` (known tokens, prompt and output)
+and `num_computed_tokens`; a plan entry (row, n) computes the next n of them. A row samples when this brings
+num_computed_tokens up to num_tokens; the sampled token is appended on the workers themselves, so the next plan
+may schedule it before its value has reached the scheduler (two steps are in flight).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from novainfer.protocol.codec import Schema
+from novainfer.protocol.messages import Logprobs
+from novainfer.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A choice takes a row (first time, or again after preemption or a crash).
+
+    token_ids: all known tokens; the first `prompt_len` are the prompt, the rest count as output (penalties,
+    min_tokens, sampling index). num_computed_tokens < len(token_ids): their KV is already in `block_ids`.
+    """
+
+    row: int
+    token_ids: list[int]
+    prompt_len: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    params: SamplingParams  # seed resolved
+    choice: int
+    stop_token_ids: list[int] = field(default_factory=list)  # not sampled before min_tokens outputs
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlocks:
+    """Block ids appended to a row's block table."""
+
+    row: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step for all ranks. Applied in this order: freed, copies, new rows, new blocks, then the rows run.
+
+    `rows[i]` computes `num_new_tokens[i]` tokens. Rows that compute one token (decodes) come first.
+    copy_src/copy_dst: whole KV blocks to copy before anything is computed (copy-on-write).
+    """
+
+    epoch: int
+    step: int
+    rows: list[int]
+    num_new_tokens: list[int]
+    freed_rows: list[int] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_blocks: list[NewBlocks] = field(default_factory=list)
+    copy_src: list[int] = field(default_factory=list)
+    copy_dst: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPromptLogprobs:
+    """Log-probabilities of a row's prompt tokens start, start+1, ... computed in this step."""
+
+    row: int
+    start: int
+    entries: list[Logprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """From rank 0: what the step sampled. `rows` are the plan's rows that sampled, in the plan's order."""
+
+    epoch: int
+    step: int
+    rows: list[int]
+    token_ids: list[int]  # [len(rows)]
+    logprobs: list[Logprobs | None] = field(default_factory=list)  # empty, or [len(rows)]
+    prompt_logprobs: list[RowPromptLogprobs] = field(default_factory=list)
+    bad_rows: list[int] = field(default_factory=list)  # rows whose logits were not finite: that request's error
+    execute_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """A rank has loaded its weights and KV cache and waits for plans."""
+
+    epoch: int
+    rank: int
+    world_size: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int  # width of the logits
+    max_model_len: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFault:
+    """A rank cannot go on; the whole tensor-parallel group must be replaced."""
+
+    epoch: int
+    rank: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Leave the step loop and exit."""
+
+    epoch: int
+
+
+WORKER_SCHEMA = Schema(
+    "worker", {1: StepPlan, 2: Shutdown, 16: StepResult, 17: WorkerHello, 18: WorkerFault}
+)

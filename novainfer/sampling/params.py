@@ -1,0 +1,141 @@
+"""Sampling parameters of one request: the record, its bounds, and nothing else.
+
+Used by the gateway (validation), the scheduler (validation again, lengths, stop ids) and the workers (sampling).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+
+from novainfer.errors import InvalidRequestError
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_ID_LIST = 65_536
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a choice ends. `temperature == 0` means greedy.
+
+    A resolved request always has a seed; `None` means "draw one when the request is accepted".
+    `logprobs` is the number of alternatives to report beside the sampled token (0 = the sampled one alone,
+    None = nothing); `prompt_logprobs` the same for every prompt token after the first.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+# name -> (lowest, highest), both allowed
+_FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+_INT_BOUNDS: dict[str, tuple[int, int]] = {
+    "n": (1, MAX_CHOICES),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "top_k": (0, 2**31 - 1),
+    "seed": (-(2**63), MAX_SEED),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+
+
+def validate(params: SamplingParams, *, vocab_size: int) -> None:
+    """Raise `InvalidRequestError` for the first field out of bounds. Pure; run at every door.
+
+    vocab_size: width of the logits (not of the tokenizer); every token id named must lie below it.
+    """
+    for name, (low, high) in _FLOAT_BOUNDS.items():
+        _check_number(name, getattr(params, name), low, high, integral=False)
+    for name, bounds in _INT_BOUNDS.items():
+        value = getattr(params, name)
+        if value is None and name in _OPTIONAL:
+            continue
+        _check_number(name, value, *bounds, integral=True)
+    for name in _BOOLS:
+        if not isinstance(getattr(params, name), bool):
+            raise InvalidRequestError(f"{name} must be true or false.", param=name)
+    if params.top_p == 0.0:
+        raise InvalidRequestError("top_p must be above 0.", param="top_p")
+    if params.min_tokens > params.max_tokens:
+        raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
+    _check_token_ids(params, vocab_size)
+    _check_stop_strings(params.stop)
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, integral: bool) -> None:
+    kinds = (int,) if integral else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be a finite {'integer' if integral else 'number'}.", param=name)
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be between {low:g} and {high:g}.", param=name)
+
+
+def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids", "logit_bias"):
+        ids = getattr(params, name)
+        if ids is None:
+            continue
+        if len(ids) > MAX_ID_LIST:
+            raise InvalidRequestError(f"{name} has more than {MAX_ID_LIST} entries.", param=name)
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds a token id outside 0..{vocab_size - 1}.", param=name
+                )
+    for bias in params.logit_bias.values():
+        _check_number("logit_bias", bias, -100.0, 100.0, integral=False)
+    if params.allowed_token_ids is not None:
+        if not set(params.allowed_token_ids) - set(params.banned_token_ids):
+            raise InvalidRequestError("allowed_token_ids leaves no token to choose.", param="allowed_token_ids")
+    elif len(set(params.banned_token_ids)) >= vocab_size:
+        raise InvalidRequestError("banned_token_ids leaves no token to choose.", param="banned_token_ids")
+
+
+def _check_stop_strings(stop: tuple[str, ...]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop has more than {MAX_STOP_STRINGS} strings.", param="stop")
+    for text in stop:
+        if not isinstance(text, str) or not text or len(text) > MAX_STOP_LENGTH:
+            raise InvalidRequestError(
+                f"each stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop"
+            )
+
+
+FIELD_NAMES = tuple(f.name for f in fields(SamplingParams))

@@ -1,0 +1,54 @@
+"""The scheduler's own door: what it checks before it accepts a request. Pure; does not trust the gateway."""
+
+from __future__ import annotations
+
+from novainfer.errors import InvalidRequestError
+from novainfer.executor.base import ExecutorInfo
+from novainfer.protocol.messages import AddRequest
+from novainfer.sampling.params import validate
+
+MAX_ID_LENGTH = 128
+
+
+def check_request(message: AddRequest, info: ExecutorInfo) -> None:
+    """Raise `InvalidRequestError` unless the request can be run to its end by this engine."""
+    if not 0 < len(message.request_id) <= MAX_ID_LENGTH:
+        raise InvalidRequestError(f"request ids have 1 to {MAX_ID_LENGTH} characters")
+    params = message.params
+    validate(params, vocab_size=info.vocab_size)
+    if params.seed is None:
+        raise InvalidRequestError("the seed must be resolved before a request is sent", param="seed")
+    _check_ids("prompt", message.prompt_token_ids, info.vocab_size)
+    _check_ids("eos_token_ids", message.eos_token_ids, info.vocab_size)
+    if not message.prompt_token_ids:
+        raise InvalidRequestError("The prompt is empty.", param="prompt")
+    total = len(message.prompt_token_ids) + params.max_tokens
+    if total > info.max_model_len:
+        raise InvalidRequestError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, you requested {total} "
+            f"tokens ({len(message.prompt_token_ids)} in the prompt, {params.max_tokens} in the completion).",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if -(-total // info.block_size) > info.num_blocks:
+        raise InvalidRequestError(
+            f"The request needs KV memory for {total} tokens; this server has room for "
+            f"{info.num_blocks * info.block_size}.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    _check_emitted(message, info.vocab_size)
+
+
+def _check_emitted(message: AddRequest, vocab_size: int) -> None:
+    if len(message.emitted) > message.params.n:
+        raise InvalidRequestError("more resumed choices than n", param="n")
+    for token_ids in message.emitted:
+        _check_ids("emitted", token_ids, vocab_size)
+        if len(token_ids) > message.params.max_tokens:
+            raise InvalidRequestError("more tokens emitted than max_tokens", param="max_tokens")
+
+
+def _check_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise InvalidRequestError(f"{name} holds a token id outside 0..{vocab_size - 1}.", param=name)

@@ -1,0 +1,73 @@
+"""One step while it is being put together, and what must be remembered of it until its result is back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from novainfer.protocol.step import NewBlocks, NewRow, StepPlan
+from novainfer.scheduler.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """A sequence's part of a submitted step. `row` is kept: the sequence may lose it before the result."""
+
+    sequence: Sequence
+    row: int
+    generation: int
+    num_computed_after: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step in flight: its rows in the plan's order."""
+
+    step: int
+    rows: list[ScheduledRow]
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """Collects rows under one token budget; decodes and prefill chunks are kept apart for the plan's order."""
+
+    budget: int  # tokens left
+    decodes: list[ScheduledRow] = field(default_factory=list)
+    chunks: list[ScheduledRow] = field(default_factory=list)
+    chunk_sizes: list[int] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_blocks: list[NewBlocks] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, num_new_tokens: int) -> None:
+        """Schedule the sequence's next tokens and advance it: the step counts as computed from here on."""
+        self.budget -= num_new_tokens
+        sequence.num_computed_tokens += num_new_tokens
+        samples = sequence.num_computed_tokens == sequence.num_tokens
+        entry = ScheduledRow(sequence, sequence.row, sequence.generation, sequence.num_computed_tokens, samples)
+        if num_new_tokens == 1:
+            self.decodes.append(entry)
+        else:
+            self.chunks.append(entry)
+            self.chunk_sizes.append(num_new_tokens)
+        if samples:
+            sequence.num_pending += 1
+
+    @property
+    def rows(self) -> list[ScheduledRow]:
+        """All rows in the plan's order: those with one token first."""
+        return self.decodes + self.chunks
+
+    def plan(self, epoch: int, step: int, freed_rows: list[int]) -> StepPlan:
+        """The step as the workers get it."""
+        return StepPlan(
+            epoch=epoch,
+            step=step,
+            rows=[entry.row for entry in self.rows],
+            num_new_tokens=[1] * len(self.decodes) + self.chunk_sizes,
+            freed_rows=freed_rows,
+            new_rows=self.new_rows,
+            new_blocks=self.new_blocks,
+            copy_src=[src for src, _ in self.copies],
+            copy_dst=[dst for _, dst in self.copies],
+        )

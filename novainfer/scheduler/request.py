@@ -1,0 +1,114 @@
+"""The scheduler's view of a request: one `Sequence` per choice. Only the scheduler's thread writes here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from novainfer.kv.manager import BlockTable
+from novainfer.kv.prefix_index import root_key
+from novainfer.protocol.messages import AddRequest
+from novainfer.sampling.params import SamplingParams
+
+NO_ROW = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request: its tokens, how far they are computed, and what it holds on the workers.
+
+    A step in flight may have sampled tokens whose values are not here yet: `num_pending` of them. So the
+    sequence has `num_tokens` = known + pending tokens, of which `num_computed_tokens` are computed by the
+    steps submitted so far, and `num_confirmed_tokens` by the steps whose results have come back.
+    """
+
+    request: Request
+    choice: int
+    token_ids: list[int]  # prompt, then known output
+    params: SamplingParams
+    table: BlockTable
+    stop_token_ids: frozenset[int]
+    row: int = NO_ROW
+    num_pending: int = 0
+    num_computed_tokens: int = 0
+    num_confirmed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
+    generation: int = 0  # raised at each preemption: results of older steps no longer confirm KV
+    num_preemptions: int = 0
+    finished: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Known and pending tokens."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output(self) -> int:
+        """Known output tokens."""
+        return len(self.token_ids) - self.request.prompt_len
+
+    @property
+    def is_running(self) -> bool:
+        return self.row != NO_ROW
+
+    @property
+    def wants_step(self) -> bool:
+        """False once everything up to max_tokens is sampled or in flight: only results are missing."""
+        return self.num_output + self.num_pending < self.request.max_tokens
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first: priority (lower first), then arrival, then choice. A total order."""
+        return (self.request.message.priority, self.request.arrival, self.choice)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """An accepted request and its choices."""
+
+    message: AddRequest
+    arrival: int  # running number
+    deadline: float  # on the scheduler's clock, seconds; inf = none
+    sequences: list[Sequence] = field(default_factory=list)
+    followers: list[Sequence] = field(default_factory=list)  # wait until choice 0 has computed the prompt
+    prompt_computed: bool = False  # choice 0's blocks hold the whole prompt, by plans submitted before the next one
+
+    @property
+    def request_id(self) -> str:
+        return self.message.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.message.prompt_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.message.params.max_tokens
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+
+def make_request(message: AddRequest, arrival: int, now: float) -> Request:
+    """Build the sequences of an accepted message; resumed ones start with the tokens already emitted."""
+    deadline = now + message.deadline if message.deadline > 0 else float("inf")
+    request = Request(message, arrival, deadline)
+    params = message.params
+    eos = () if params.ignore_eos else tuple(message.eos_token_ids)
+    stop_token_ids = frozenset((*params.stop_token_ids, *eos))
+    root = root_key(message.tenant, message.cache_salt)
+    use_cache = message.use_prefix_cache and params.prompt_logprobs is None
+    for choice in range(params.n):
+        emitted = message.emitted[choice] if choice < len(message.emitted) else []
+        request.sequences.append(
+            Sequence(
+                request=request,
+                choice=choice,
+                token_ids=[*message.prompt_token_ids, *emitted],
+                # The prompt's log-probabilities are the same for every choice: computed once, with choice 0.
+                params=params if choice == 0 else replace(params, prompt_logprobs=None),
+                table=BlockTable(root, use_cache),
+                stop_token_ids=stop_token_ids,
+            )
+        )
+    return request

@@ -1,0 +1,374 @@
+"""Continuous batching as a pure step machine: messages and results in, plans and outputs out. No clock, no I/O.
+
+There is no prefill or decode phase (vLLM's idea): every sequence has `num_computed_tokens` that catches up with
+its tokens under one budget, which covers chunked prefill, prefix hits, preemption and resuming. A step is
+submitted before the tokens of the step before it are known; see `Sequence`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from novainfer.config import CacheConfig, SchedulerConfig
+from novainfer.errors import EngineError, OverloadedError
+from novainfer.executor.base import ExecutorInfo
+from novainfer.kv.manager import KVCacheManager
+from novainfer.protocol.messages import (
+    FINISH_CANCELLED,
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    AddRequest,
+    Logprobs,
+    PromptLogprobs,
+    TokenOutput,
+)
+from novainfer.protocol.step import NewBlocks, NewRow, StepPlan, StepResult
+from novainfer.scheduler.admission import check_request
+from novainfer.scheduler.batch import ScheduledRow, StepBatch, StepRecord
+from novainfer.scheduler.queue import WaitingQueue
+from novainfer.scheduler.request import NO_ROW, Request, Sequence, make_request
+
+# Answer of a full queue: about the time in which a few requests end. A later rate estimate may refine it.
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Running counts since the scheduler started."""
+
+    accepted: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # choices by finish reason
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What one result means for the clients."""
+
+    outputs: list[TokenOutput]
+    prompt_logprobs: list[PromptLogprobs]
+
+
+class Scheduler:
+    """Queue, block tables and rows of one replica. One thread calls it."""
+
+    def __init__(self, info: ExecutorInfo, config: SchedulerConfig, cache: CacheConfig) -> None:
+        self._info = info
+        self._config = config
+        self.kv = KVCacheManager(
+            info.num_blocks, info.block_size, enable_prefix_caching=cache.enable_prefix_caching
+        )
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # in `Sequence.order`
+        self.requests: dict[str, Request] = {}
+        self.totals = Totals()
+        self._free_rows = list(range(min(info.max_num_seqs, config.max_num_seqs) - 1, -1, -1))
+        self._freed_rows: list[int] = []  # since the last plan
+        self._in_flight: deque[StepRecord] = deque()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._arrivals = 0
+        self._step = 0
+
+    @property
+    def step(self) -> int:
+        """Number of the newest plan."""
+        return self._step
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose results are not back yet."""
+        return len(self._in_flight)
+
+    # -- messages -------------------------------------------------------------------------------------------
+
+    def add(self, message: AddRequest, now: float) -> list[TokenOutput]:
+        """Accept a request; `now` in seconds on the caller's clock, for the deadline.
+
+        Returns the ends of resumed choices that had nothing left to do. Raises `InvalidRequestError` or
+        `OverloadedError`; then nothing has changed.
+        """
+        check_request(message, self._info)
+        if message.request_id in self.requests:
+            return []  # sent again by a gateway that was not sure: the first copy runs
+        if len(self.waiting) + message.params.n > self._config.max_waiting + len(self._free_rows):
+            raise OverloadedError("The queue is full. Please retry later.", retry_after=_RETRY_AFTER_S)
+        request = make_request(message, self._arrivals, now)
+        self._arrivals += 1
+        self.requests[request.request_id] = request
+        self.totals.accepted += 1
+        self.totals.prompt_tokens += request.prompt_len
+        if request.deadline != float("inf"):
+            heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+        outputs = [output for sequence in request.sequences if (output := self._already_ended(sequence))]
+        leader = request.sequences[0]
+        request.followers = [s for s in request.sequences[1:] if not s.finished]
+        if leader.finished:
+            self._release_followers(request)
+        else:
+            self.waiting.push(leader)
+        self._forget_if_finished(request)
+        return outputs
+
+    def cancel(self, request_id: str, choice: int = -1) -> list[TokenOutput]:
+        """End a request, or one choice; unknown ones are fine. Returns the ends."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        chosen = [s for s in request.sequences if choice in (-1, s.choice) and not s.finished]
+        return [self._end(sequence, FINISH_CANCELLED) for sequence in chosen]
+
+    def expire(self, now: float) -> list[TokenOutput]:
+        """End every request whose deadline has passed."""
+        outputs = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, request = heapq.heappop(self._deadlines)
+            for sequence in request.sequences:
+                if not sequence.finished:
+                    outputs.append(self._end(sequence, FINISH_ERROR, error="The request's deadline has passed."))
+        return outputs
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Put the next step together; None if no sequence can go on before a result or a message arrives."""
+        batch = StepBatch(self._config.max_num_batched_tokens)
+        self._schedule_decodes(batch)
+        self._schedule_chunks(batch)
+        self._admit(batch)
+        rows = batch.rows
+        if not rows:
+            return None
+        self._step += 1
+        plan = batch.plan(self._info.epoch, self._step, self._freed_rows)
+        self._freed_rows = []
+        self._in_flight.append(StepRecord(self._step, rows))
+        for entry in rows:
+            request = entry.sequence.request
+            if entry.sequence.choice == 0 and entry.num_computed_after >= request.prompt_len:
+                request.prompt_computed = True
+                self._release_followers(request)
+        return plan
+
+    def update(self, result: StepResult) -> StepOutputs:
+        """Apply the oldest step's result. Raises `EngineError` if it is not that step's."""
+        record = self._in_flight.popleft()
+        sampled = [entry for entry in record.rows if entry.samples]
+        if result.step != record.step or result.rows != [entry.row for entry in sampled]:
+            raise EngineError(f"the result of step {result.step} does not answer the plan of step {record.step}")
+        for entry in record.rows:
+            if entry.generation == entry.sequence.generation:
+                entry.sequence.num_confirmed_tokens = entry.num_computed_after
+        bad_rows = set(result.bad_rows)
+        outputs = []
+        for i, entry in enumerate(sampled):
+            logprobs = result.logprobs[i] if result.logprobs else None
+            output = self._take_token(entry, result.token_ids[i], logprobs, entry.row in bad_rows)
+            if output is not None:
+                outputs.append(output)
+        for entry in record.rows:
+            sequence = entry.sequence
+            if sequence.is_running:
+                self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
+        return StepOutputs(outputs, self._prompt_logprobs(record, result))
+
+    # -- putting a step together ----------------------------------------------------------------------------
+
+    def _schedule_decodes(self, batch: StepBatch) -> None:
+        """Rows with one token to compute go first: a long prompt must not make them wait."""
+        for sequence in list(self.running):
+            left = sequence.num_tokens - sequence.num_computed_tokens
+            if left == 1 and sequence.wants_step and self._make_room(sequence, batch):
+                batch.add(sequence, 1)
+
+    def _schedule_chunks(self, batch: StepBatch) -> None:
+        """Prompts on their way, oldest first. Their blocks were taken when they were admitted."""
+        for sequence in self.running:
+            left = sequence.num_tokens - sequence.num_computed_tokens
+            if left > 1 and batch.budget > 0:
+                batch.add(sequence, min(left, batch.budget))
+
+    def _admit(self, batch: StepBatch) -> None:
+        """Waiting sequences in order, while there are rows, budget and blocks."""
+        while batch.budget > 0 and self._free_rows:
+            sequence = self.waiting.peek()
+            # A preempted sequence may still have tokens in flight: its row is made from known tokens only.
+            if sequence is None or sequence.num_pending or not self._start(sequence, batch):
+                return
+            self.waiting.pop()
+
+    def _make_room(self, sequence: Sequence, batch: StepBatch) -> bool:
+        """A slot for the next token; preempts the youngest. False if that was the sequence itself."""
+        if not sequence.is_running:  # preempted a moment ago, for an older one
+            return False
+        first = sequence.num_computed_tokens
+        if len(sequence.table.blocks) * self._info.block_size > first:
+            return True
+        while (growth := self.kv.grow(sequence.table, first, first + 1)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        batch.new_blocks.append(NewBlocks(sequence.row, growth.new_blocks))
+        return True
+
+    def _start(self, sequence: Sequence, batch: StepBatch) -> bool:
+        """Give the sequence a row, its prefix and blocks for all its tokens; False if they do not suffice."""
+        computed = self._share_prefix(sequence)
+        table, num_tokens = sequence.table, len(sequence.token_ids)
+        # Each running sequence will soon want a block: without this reserve, admission causes preemption.
+        reserve = len(self.running)
+        if self.kv.blocks_to_grow(table, computed, num_tokens) + reserve > self.kv.pool.num_free:
+            self.kv.release(table)
+            return False
+        growth = self.kv.grow(table, computed, num_tokens)
+        if growth is None:
+            raise EngineError("the KV pool lost blocks between counting and taking them")
+        batch.copies.extend(growth.copies)
+        sequence.row = self._free_rows.pop()
+        sequence.num_computed_tokens = sequence.num_confirmed_tokens = computed
+        if sequence.choice == 0 and sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = min(computed, sequence.request.prompt_len)
+            self.totals.cached_prompt_tokens += sequence.num_cached_tokens
+        insort(self.running, sequence, key=lambda s: s.order)
+        batch.new_rows.append(_new_row(sequence))
+        batch.add(sequence, min(num_tokens - computed, batch.budget))
+        return True
+
+    def _share_prefix(self, sequence: Sequence) -> int:
+        """Tokens whose KV is there already: of choice 0, whose prompt is the same, or in the prefix cache."""
+        request = sequence.request
+        leader = request.sequences[0]
+        if request.prompt_computed and leader.is_running and leader is not sequence and sequence.num_output == 0:
+            self.kv.fork(leader.table, sequence.table, request.prompt_len - 1)
+            return request.prompt_len - 1
+        return self.kv.attach_prefix(sequence.table, sequence.token_ids)
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Take everything the sequence holds; its tokens are computed again later (the same bits)."""
+        self._release(victim)
+        victim.generation += 1
+        victim.num_preemptions += 1
+        victim.num_computed_tokens = victim.num_confirmed_tokens = 0
+        if victim.choice == 0:
+            victim.request.prompt_computed = False
+        self.totals.preemptions += 1
+        self.waiting.push(victim)
+
+    # -- applying a result ----------------------------------------------------------------------------------
+
+    def _take_token(
+        self, entry: ScheduledRow, token_id: int, logprobs: Logprobs | None, bad: bool
+    ) -> TokenOutput | None:
+        """Append a sampled token; None if the choice has ended meanwhile."""
+        sequence = entry.sequence
+        if sequence.finished:
+            return None
+        sequence.num_pending -= 1
+        if bad:
+            return self._end(sequence, FINISH_ERROR, error="The model's output was not finite.")
+        index = sequence.num_output
+        sequence.token_ids.append(token_id)
+        self.totals.generation_tokens += 1
+        reason = self._finish_reason(sequence)
+        if reason is not None:
+            self._finish(sequence, reason)
+        return TokenOutput(
+            request_id=sequence.request.request_id,
+            choice=sequence.choice,
+            index=index,
+            token_ids=[token_id],
+            finish_reason=reason,
+            stop_token_id=token_id if reason == FINISH_STOP else None,
+            logprobs=[logprobs] if logprobs is not None else [],
+            num_cached_tokens=sequence.request.sequences[0].num_cached_tokens,
+        )
+
+    def _finish_reason(self, sequence: Sequence) -> str | None:
+        if sequence.num_output == 0:
+            return None
+        if sequence.token_ids[-1] in sequence.stop_token_ids and sequence.num_output > sequence.params.min_tokens:
+            return FINISH_STOP
+        return FINISH_LENGTH if sequence.num_output >= sequence.request.max_tokens else None
+
+    def _prompt_logprobs(self, record: StepRecord, result: StepResult) -> list[PromptLogprobs]:
+        by_row = {entry.row: entry.sequence for entry in record.rows}
+        return [
+            PromptLogprobs(by_row[item.row].request.request_id, item.start, item.entries)
+            for item in result.prompt_logprobs
+            if not by_row[item.row].request.finished
+        ]
+
+    # -- ends -----------------------------------------------------------------------------------------------
+
+    def _already_ended(self, sequence: Sequence) -> TokenOutput | None:
+        """A resumed choice whose last token was emitted but whose end was lost."""
+        reason = self._finish_reason(sequence)
+        return self._end(sequence, reason) if reason else None
+
+    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> TokenOutput:
+        """Finish a sequence between tokens; the output that says so carries no token."""
+        index = sequence.num_output
+        self._finish(sequence, reason)
+        return TokenOutput(
+            request_id=sequence.request.request_id,
+            choice=sequence.choice,
+            index=index,
+            token_ids=[],
+            finish_reason=reason,
+            stop_token_id=sequence.token_ids[-1] if reason == FINISH_STOP else None,
+            num_cached_tokens=sequence.request.sequences[0].num_cached_tokens,
+            error=error,
+        )
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        sequence.finished = True
+        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
+        if sequence.is_running:
+            self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+        request = sequence.request
+        if sequence in request.followers:
+            request.followers.remove(sequence)
+        if sequence.choice == 0:
+            self._release_followers(request)
+        self._forget_if_finished(request)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Blocks and row go back. Steps in flight may still write there: later steps run after them."""
+        self.kv.release(sequence.table)
+        self.running.remove(sequence)
+        self._freed_rows.append(sequence.row)
+        self._free_rows.append(sequence.row)
+        sequence.row = NO_ROW
+
+    def _release_followers(self, request: Request) -> None:
+        """The other choices may start: choice 0 has computed the prompt, or will never do so."""
+        for sequence in request.followers:
+            self.waiting.push(sequence)
+        request.followers = []
+
+    def _forget_if_finished(self, request: Request) -> None:
+        if request.finished:
+            self.requests.pop(request.request_id, None)
+
+
+def _new_row(sequence: Sequence) -> NewRow:
+    return NewRow(
+        row=sequence.row,
+        token_ids=list(sequence.token_ids),
+        prompt_len=sequence.request.prompt_len,
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_ids=list(sequence.table.blocks),
+        params=sequence.params,
+        choice=sequence.choice,
+        stop_token_ids=sorted(sequence.stop_token_ids),
+    )

@@ -1,0 +1,67 @@
+"""Finds the folder of a checkpoint's tokenizer and reads its JSON files. Opens no weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from novainfer.config import DEMO_MODEL
+from novainfer.errors import ConfigError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "config.json",
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DEMO_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "demo"
+
+
+def resolve_checkpoint(name: str, *, revision: str | None = None) -> Path:
+    """The local folder of `name`: 'demo', a folder, or a hub id (its tokenizer files are fetched or found cached).
+
+    Raises `ConfigError` when there is no such folder and the hub has (or allows) none.
+    """
+    if name == DEMO_MODEL and not Path(name).is_dir():
+        return _existing(_DEMO_FOLDER, "the embedded demo model is missing from this installation")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if not _HUB_ID.fullmatch(name):
+        raise ConfigError(f"model '{name}' is neither a folder nor a Hugging Face hub id")
+    return _from_hub(name, revision)
+
+
+def _existing(path: Path, otherwise: str) -> Path:
+    if not path.is_dir():
+        raise ConfigError(otherwise)
+    return path
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # only hub ids need it, and it takes time to import
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
+    except Exception as error:  # network, permission, no such repository, offline: all mean "not available"
+        raise ConfigError(f"model '{name}' is no local folder and the hub gave none: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, or {} where there is no such file; `ConfigError` where it cannot be read."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return data

@@ -1,0 +1,81 @@
+"""Incremental decoding: token ids in, finished text out, never half a character.
+
+The deltas joined, with the flush, are exactly what `Tokenizer.decode` gives for all ids at once. The state is a
+function of the ids fed, so a resumed request rebuilds it by feeding what was emitted.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from novainfer.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Decodes one choice.
+
+    after_prompt: the text goes on from a prompt, so nothing is cut from its start (SentencePiece decoders drop the
+    space before the first word, which would glue it to the prompt).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, after_prompt: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = tokenizer.pieces
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._byte_run = bytearray()
+        self._first = not after_prompt
+        self._strip_left = 0 if after_prompt else self._pieces.strip[1]
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens finish."""
+        return "".join([self._feed_one(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """The rest, at the end: characters cut short become replacement characters."""
+        return self._utf8.decode(b"", final=True) if self._pieces.byte_level else self._end_byte_run()
+
+    def _feed_one(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        token = self._tokenizer.token(token_id)
+        if token is None:
+            return ""
+        if self._pieces.byte_level:
+            return self._utf8.decode(self._pieces.bytes_of(token))
+        byte = self._pieces.byte_of(token)
+        if byte is not None:
+            self._byte_run.append(byte)
+            self._first = False
+            return ""
+        return self._end_byte_run() + self._cut(self._spell(token))
+
+    def _spell(self, token: str) -> str:
+        if not self._first:
+            return self._pieces.separator + self._pieces.text_of(token)
+        self._first = False
+        if self._pieces.drop_in_first:
+            token = token.replace(self._pieces.drop_in_first, "")
+        return self._pieces.text_of(token)
+
+    def _end_byte_run(self) -> str:
+        """A run of byte tokens counts as a whole: if it is not UTF-8, each byte is one replacement character."""
+        if not self._byte_run:
+            return ""
+        try:
+            text = self._byte_run.decode()
+        except UnicodeDecodeError:
+            text = "\ufffd" * len(self._byte_run)
+        self._byte_run.clear()
+        return self._cut(text)
+
+    def _cut(self, text: str) -> str:
+        """Drop the leading characters that the decoder strips from the whole text."""
+        while self._strip_left and text:
+            if text[0] != self._pieces.strip[0]:
+                self._strip_left = 0
+                break
+            text = text[1:]
+            self._strip_left -= 1
+        return text

@@ -1,0 +1,155 @@
+"""A checkpoint's tokenizer, read with the `tokenizers` library alone (transformers would pull in torch).
+
+Text to token ids and back, special tokens, end-of-sequence ids and the sampling defaults that come with the model.
+Immutable after loading and safe to use from several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from novainfer.errors import ConfigError
+from novainfer.text.checkpoint import read_json
+from novainfer.text.pieces import Pieces, parse_decoder
+
+_SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "sentencepiece.bpe.model")
+_NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Tokenizer:
+    """Text <-> token ids of one model.
+
+    eos_token_ids: every id that ends a text.   special_tokens: 'bos_token' and the like by name.
+    generation_defaults: what generation_config.json says about sampling.   chat_templates: by name.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, folder: Path) -> None:
+        backend.no_truncation()  # a saved tokenizer may carry the settings it was trained with
+        backend.no_padding()
+        config = read_json(folder / "tokenizer_config.json")
+        self._backend = backend
+        self.special_tokens = _special_tokens(config, folder)
+        _mark_special(backend, self.special_tokens)
+        self.pieces: Pieces = parse_decoder(backend.to_str())
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
+        self.model_max_length = _plain_int(config.get("model_max_length"))
+        self.chat_templates = _chat_templates(config, folder)
+        generation = read_json(folder / "generation_config.json")
+        self.eos_token_ids = self._find_eos(generation, read_json(folder / "config.json"))
+        self.generation_defaults = _generation_defaults(generation)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read the tokenizer in `folder`; raises `ConfigError` with what to do about it when that is impossible."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(_missing(folder))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        return cls(backend, folder)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. `add_special_tokens`: with what the model's own post-processor puts around it."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids that the vocabulary lacks have none."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None for an id that it lacks."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for by itself; may be part of a character."""
+        token = self.token(token_id)
+        return b"" if token is None else self.pieces.bytes_of(token)
+
+    def _find_eos(self, generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+        """The model's ids, and the tokenizer's own: chat models name their end of turn in either place."""
+        named = generation.get("eos_token_id")
+        if named is None:
+            text_config = config.get("text_config")
+            named = config.get("eos_token_id", text_config.get("eos_token_id") if text_config else None)
+        ids = [i for i in (named if isinstance(named, list) else [named]) if _plain_int(i) is not None]
+        own = self.token_id(self.special_tokens.get("eos_token", ""))
+        if own is not None and own not in ids:
+            ids.append(own)
+        return tuple(ids)
+
+
+def _missing(folder: Path) -> str:
+    slow = [name for name in _SLOW_FILES if (folder / name).is_file()]
+    if not slow:
+        return f"{folder} holds no tokenizer.json"
+    return (
+        f"{folder} holds only {slow[0]}, a tokenizer that needs converting. Once, where transformers is installed: "
+        f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
+        f".save_pretrained('{folder}')\""
+    )
+
+
+def _plain_int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else None
+
+
+def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """'bos_token' -> '<s>' ...; either file may spell a token as a string or as an object with its content."""
+    found: dict[str, str] = {}
+    for source in (read_json(folder / "special_tokens_map.json"), config):
+        for name in _NAMED_SPECIALS:
+            value = source.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str) and value:
+                found[name] = value
+    return found
+
+
+def _mark_special(backend: tokenizers.Tokenizer, named: Mapping[str, str]) -> None:
+    """A token that tokenizer_config.json names is special even where tokenizer.json does not say so."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    missing = [t for t in dict.fromkeys(named.values()) if t not in known and backend.token_to_id(t) is not None]
+    if missing:
+        backend.add_special_tokens(missing)
+
+
+def _chat_templates(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Templates by name; 'default' is the one used unless tools are given and there is a 'tool_use' one."""
+    named: dict[str, str] = {}
+    inline = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(inline, str):
+        named["default"] = inline
+    elif isinstance(inline, list):
+        for item in inline:
+            if isinstance(item, dict) and isinstance(item.get("template"), str):
+                named[str(item.get("name"))] = item["template"]
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        named[path.stem] = path.read_text(encoding="utf-8")
+    if (folder / "chat_template.jinja").is_file():
+        named["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return named
+
+
+def _generation_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """The model's sampling defaults; with do_sample false its temperature and the like mean nothing."""
+    names = ("repetition_penalty",) if generation.get("do_sample") is False else _GENERATION_DEFAULTS
+    values = {name: generation.get(name) for name in names}
+    return {n: v for n, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}

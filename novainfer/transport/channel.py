@@ -1,0 +1,109 @@
+"""ZeroMQ sockets with the options that every one of ours has. Used by all processes; knows no message.
+
+Blocking sockets by default; the gateway passes a `zmq.asyncio.Context`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+import zmq
+import zmq.auth.thread
+
+from novainfer.errors import ConfigError
+from novainfer.protocol.codec import MAX_MESSAGE_BYTES
+from novainfer.transport.addresses import CurveKeys, Endpoint
+
+if zmq.zmq_version_info() < (4, 3, 3):
+    raise ConfigError("libzmq 4.3.3 or newer is needed: older ones have remote memory errors")
+
+S = TypeVar("S", bound="zmq.Socket[bytes]")
+
+
+def new_keys() -> CurveKeys:
+    """Fresh CURVE keys for one server start."""
+    server_public, server_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    return CurveKeys(
+        server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode()
+    )
+
+
+def bind_router(context: zmq.Context[S], endpoint: Endpoint) -> S:
+    """A ROUTER that raises (EHOSTUNREACH) instead of dropping what it cannot route."""
+    socket = _configure(context.socket(zmq.ROUTER))
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    socket.set(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes its identity over
+    return _bind(socket, endpoint)
+
+
+def bind_pull(context: zmq.Context[S], endpoint: Endpoint) -> S:
+    """The receiving end of one-way reports."""
+    return _bind(_configure(context.socket(zmq.PULL)), endpoint)
+
+
+def connect_dealer(context: zmq.Context[S], endpoint: Endpoint, identity: bytes) -> S:
+    """A DEALER with a fixed identity; reconnects by itself, so it may start before its peer."""
+    socket = _configure(context.socket(zmq.DEALER))
+    socket.set(zmq.IDENTITY, identity)
+    return _connect(socket, endpoint)
+
+
+def connect_push(context: zmq.Context[S], endpoint: Endpoint) -> S:
+    """The sending end of one-way reports; lingers a second so that a last word is heard."""
+    socket = _configure(context.socket(zmq.PUSH))
+    socket.set(zmq.LINGER, 1000)
+    return _connect(socket, endpoint)
+
+
+def start_authenticator(context: zmq.Context[S], keys: CurveKeys) -> zmq.auth.thread.ThreadAuthenticator:
+    """Let only the holder of the client key talk to this context's CURVE servers. Stop it before `term`."""
+    authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(
+        domain="*", credentials_provider=_OneClient(zmq.utils.z85.decode(keys.client_public))
+    )
+    return authenticator
+
+
+class _OneClient:
+    """ZAP credentials: the one client public key of this server start (32 bytes)."""
+
+    def __init__(self, public_key: bytes) -> None:
+        self._public_key = public_key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public_key
+
+
+def _configure(socket: S) -> S:
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    # Credit is counted by the callers (bounded queues); a silent drop at a high-water mark would lose tokens.
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    return socket
+
+
+def _bind(socket: S, endpoint: Endpoint) -> S:
+    endpoint.check()
+    if endpoint.curve is not None:
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, endpoint.curve.server_secret.encode())
+    socket.bind(endpoint.address)
+    if endpoint.address.startswith("ipc://"):
+        os.chmod(endpoint.address[6:], 0o600)
+    return socket
+
+
+def _connect(socket: S, endpoint: Endpoint) -> S:
+    endpoint.check()
+    if endpoint.curve is not None:
+        socket.set(zmq.CURVE_SERVERKEY, endpoint.curve.server_public.encode())
+        socket.set(zmq.CURVE_PUBLICKEY, endpoint.curve.client_public.encode())
+        socket.set(zmq.CURVE_SECRETKEY, endpoint.curve.client_secret.encode())
+    socket.set(zmq.RECONNECT_IVL, 20)
+    socket.set(zmq.RECONNECT_IVL_MAX, 500)
+    socket.connect(endpoint.address)
+    return socket

@@ -1,0 +1,195 @@
+"""Block pool, prefix index and block tables: exact ids, exact eviction order, and a state machine over the pool."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from novainfer.kv.block_pool import BlockPool
+from novainfer.kv.manager import BlockTable, KVCacheManager
+from novainfer.kv.prefix_index import PrefixIndex, chain_key, root_key
+
+pytestmark = pytest.mark.stage0
+
+
+def table(salt: str = "") -> BlockTable:
+    return BlockTable(root_key(salt), use_prefix_cache=True)
+
+
+def fill(manager: KVCacheManager, tokens: list[int], salt: str = "") -> BlockTable:
+    """A sequence that has computed all its tokens."""
+    new = table(salt)
+    computed = manager.attach_prefix(new, tokens)
+    assert manager.grow(new, computed, len(tokens)) is not None
+    manager.index_blocks(new, tokens, len(tokens))
+    return new
+
+
+def test_given_a_new_pool_when_allocating_then_ids_come_in_order() -> None:
+    pool = BlockPool(3)
+    assert [pool.allocate() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(IndexError):
+        pool.allocate()
+
+
+def test_given_released_blocks_when_allocating_then_the_longest_free_goes_first() -> None:
+    pool = BlockPool(4)
+    for _ in range(4):
+        pool.allocate()
+    pool.release([2, 0])
+    pool.release([3])
+    assert [pool.allocate() for _ in range(3)] == [2, 0, 3]
+
+
+def test_given_a_shared_block_when_released_once_then_it_stays_taken() -> None:
+    pool = BlockPool(2)
+    block = pool.allocate()
+    pool.share(block)
+    pool.release([block])
+    assert pool.references(block) == 1
+    assert pool.num_free == 1
+    pool.release([block])
+    with pytest.raises(ValueError, match="more often"):
+        pool.release([block])
+
+
+def test_given_equal_tokens_when_salts_differ_then_keys_differ() -> None:
+    assert root_key("a", "b") != root_key("ab", "")
+    assert chain_key(root_key("a"), [1, 2]) != chain_key(root_key("b"), [1, 2])
+    assert chain_key(root_key(), [1, 2]) == chain_key(root_key(), (1, 2))
+
+
+def test_given_a_colliding_key_when_tokens_differ_then_it_is_a_miss() -> None:
+    index = PrefixIndex()
+    assert index.insert(7, b"k", [1, 2])
+    assert index.find(b"k", [1, 2]) == 7
+    assert index.find(b"k", [1, 3]) is None
+    assert not index.insert(8, b"k", [1, 3])
+    index.evict(7)
+    assert index.find(b"k", [1, 2]) is None
+    assert len(index) == 0
+
+
+def test_given_a_known_prefix_when_attached_then_exactly_its_blocks_and_the_last_token_is_left() -> None:
+    manager = KVCacheManager(8, 4)
+    first = fill(manager, list(range(12)))
+    assert first.blocks == [0, 1, 2]
+    second = table()
+    assert manager.attach_prefix(second, list(range(12))) == 8
+    assert second.blocks == [0, 1]
+    third = table()
+    assert manager.attach_prefix(third, [*range(12), 99]) == 12
+    assert third.blocks == [0, 1, 2]
+    assert [manager.pool.references(b) for b in range(3)] == [3, 3, 2]
+    other = table("tenant")
+    assert manager.attach_prefix(other, list(range(12))) == 0
+
+
+def test_given_freed_sequences_when_blocks_are_needed_then_tails_go_before_heads() -> None:
+    manager = KVCacheManager(4, 2)
+    a = fill(manager, [1, 2, 3, 4])  # blocks 0, 1
+    b = fill(manager, [5, 6, 7, 8])  # blocks 2, 3
+    manager.release(a)
+    manager.release(b)
+    growth = manager.grow(table(), 0, 6)
+    assert growth is not None
+    assert growth.new_blocks == [1, 0, 3]
+    again = table()
+    assert manager.attach_prefix(again, [5, 6, 7, 8, 9]) == 2  # the head of b survived
+    assert again.blocks == [2]
+
+
+def test_given_a_hit_on_free_blocks_when_attached_then_they_are_not_given_away() -> None:
+    manager = KVCacheManager(2, 2)
+    manager.release(fill(manager, [1, 2, 3]))
+    kept = table()
+    assert manager.attach_prefix(kept, [1, 2, 9]) == 2
+    assert kept.blocks == [0]
+    assert manager.grow(table(), 0, 4) is None
+    assert manager.pool.num_free == 1
+
+
+def test_given_a_fork_when_the_child_writes_then_only_the_written_block_is_copied() -> None:
+    manager = KVCacheManager(8, 4)
+    parent = fill(manager, list(range(10)))  # blocks 0, 1, 2
+    child = table()
+    manager.fork(parent, child, 9)
+    assert child.blocks == [0, 1, 2]
+    growth = manager.grow(child, 9, 10)
+    assert growth is not None
+    assert growth.copies == [(2, 3)]
+    assert growth.new_blocks == []
+    assert child.blocks == [0, 1, 3]
+    assert manager.pool.references(2) == 1
+    manager.release(parent)
+    manager.release(child)
+    assert manager.pool.num_free == 8
+
+
+def test_given_too_few_blocks_when_growing_then_nothing_changes() -> None:
+    manager = KVCacheManager(3, 4)
+    parent = fill(manager, list(range(10)))
+    child = table()
+    manager.fork(parent, child, 9)
+    before = (list(child.blocks), manager.pool.num_free)
+    assert manager.grow(child, 9, 10) is None
+    assert (child.blocks, manager.pool.num_free) == before
+
+
+def test_given_caching_off_when_prompts_repeat_then_no_hit() -> None:
+    manager = KVCacheManager(8, 4, enable_prefix_caching=False)
+    fill(manager, list(range(8)))
+    assert manager.attach_prefix(table(), list(range(8))) == 0
+    assert len(manager.index) == 0
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool against a dict of owners and a list of free blocks in the order of release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(6)
+        self.owners: dict[int, int] = {}
+        self.free = list(range(6))
+
+    @precondition(lambda self: self.free)
+    @rule()
+    def allocate(self) -> None:
+        block = self.pool.allocate()
+        assert block == self.free.pop(0)
+        self.owners[block] = 1
+
+    @precondition(lambda self: not self.free)
+    @rule()
+    def allocate_from_an_empty_pool(self) -> None:
+        with pytest.raises(IndexError):
+            self.pool.allocate()
+
+    @rule(block=st.integers(0, 5))
+    def share(self, block: int) -> None:
+        self.pool.share(block)
+        if block in self.free:
+            self.free.remove(block)
+        self.owners[block] = self.owners.get(block, 0) + 1
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.owners)), min_size=1, max_size=4, unique=True))
+        self.pool.release(blocks)
+        for block in blocks:
+            self.owners[block] -= 1
+            if self.owners[block] == 0:
+                del self.owners[block]
+                self.free.append(block)
+
+    @invariant()
+    def counts_match(self) -> None:
+        assert self.pool.num_free == len(self.free)
+        assert [self.pool.references(b) for b in range(6)] == [self.owners.get(b, 0) for b in range(6)]
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,133 @@
+"""The paged KV cache of one rank: how large it may be, its tensors, and copies of whole blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from kernels.backend import KernelBackend
+from novainfer.config import MIB, ServeConfig
+from novainfer.errors import ConfigError
+from workers.models.base import CausalLM, KvCaches
+
+_MAX_CPU_SHARE = 4096 * MIB  # default ceiling of the KV caches of all ranks on a CPU host
+# Beyond the blocks that every row at full length needs, as many again may hold cached prefixes.
+_PREFIX_CACHE_FACTOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What fits."""
+
+    num_blocks: int
+    max_model_len: int  # tokens
+
+
+class KVCache:
+    """Key and value tensors of every layer."""
+
+    def __init__(self, num_blocks: int, block_size: int, layers: KvCaches) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size  # tokens
+        self.layers = layers
+
+    @classmethod
+    def allocate(
+        cls, model: CausalLM, kernels: KernelBackend, num_blocks: int, block_size: int, device: torch.device
+    ) -> KVCache:
+        """Zero-filled caches for this rank's heads of every layer."""
+        spec = model.spec
+        layers = [
+            kernels.allocate_kv_cache(num_blocks, block_size, model.num_local_kv_heads, spec.head_dim, spec.dtype, device)
+            for _ in range(spec.num_layers)
+        ]
+        return cls(num_blocks, block_size, layers)
+
+    def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy block src[i] to block dst[i] in every layer; all sources are read before anything is written."""
+        if not src:
+            return
+        device = self.layers[0][0].device
+        src_index, dst_index = torch.tensor(src, device=device), torch.tensor(dst, device=device)
+        for layer in self.layers:
+            for cache in layer:
+                cache[dst_index] = cache[src_index]
+
+
+def block_bytes(model: CausalLM, kernels: KernelBackend, block_size: int) -> int:
+    """Bytes that one block takes on this rank, over all layers."""
+    spec = model.spec
+    return spec.num_layers * kernels.kv_cache_bytes(
+        1, block_size, model.num_local_kv_heads, spec.head_dim, spec.dtype
+    )
+
+
+def resolve_max_model_len(config: ServeConfig, max_position: int) -> int:
+    """The configured limit or the model's own. Raises `ConfigError` if the model cannot go that far."""
+    explicit = config.model.max_model_len
+    if explicit is not None and explicit > max_position:
+        raise ConfigError(f"--max-model-len {explicit} is more than the {max_position} tokens that the model can handle")
+    return explicit or max_position
+
+
+def fit_cache(config: ServeConfig, max_position: int, bytes_per_block: int, budget: int) -> CacheSize:
+    """How many blocks to allocate, and how long a sequence may then be.
+
+    budget: bytes for this rank's cache; `--num-blocks` goes before it. Raises `ConfigError` with the bill if not even
+    one sequence of the explicitly configured length fits.
+    """
+    block_size = config.cache.block_size
+    max_model_len = resolve_max_model_len(config, max_position)
+    needed = -(-max_model_len // block_size)
+    num_blocks = config.cache.num_blocks
+    if num_blocks is None:
+        useful = _PREFIX_CACHE_FACTOR * config.scheduler.max_num_seqs * needed
+        num_blocks = min(max(budget, 0) // bytes_per_block, useful)
+    if num_blocks >= needed:
+        return CacheSize(num_blocks, max_model_len)
+    if config.model.max_model_len is None and num_blocks > 0:
+        return CacheSize(num_blocks, num_blocks * block_size)
+    have = f"--num-blocks {num_blocks}" if config.cache.num_blocks else f"{max(budget, 0) / MIB:.0f} MiB"
+    raise ConfigError(
+        f"one sequence of {max_model_len} tokens needs {needed} KV blocks of {bytes_per_block / 1024:.0f} KiB = "
+        f"{needed * bytes_per_block / MIB:.0f} MiB, but there is room for {num_blocks} ({have}); "
+        "lower --max-model-len or give the cache more memory"
+    )
+
+
+def cpu_budget(config: ServeConfig, ranks_on_host: int) -> int:
+    """Bytes for the KV cache of one of `ranks_on_host` ranks on a CPU. Call it when the weights are loaded."""
+    if config.cache.kv_cache_memory_mib is not None:
+        return config.cache.kv_cache_memory_mib * MIB // ranks_on_host
+    return min(_available_host_memory() // 4, _MAX_CPU_SHARE) // ranks_on_host
+
+
+def gpu_budget(config: ServeConfig, device: torch.device) -> int:
+    """Bytes for the KV cache of the rank that owns `device`.
+
+    Call it when the weights are loaded and a step of the largest size has run since the last
+    `reset_peak_memory_stats`: what that step needed beyond the weights is left free.
+    """
+    if config.cache.kv_cache_memory_mib is not None:
+        return config.cache.kv_cache_memory_mib * MIB
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    work_space = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    reserve = int(total * (1.0 - config.cache.gpu_memory_utilization))
+    return free - reserve - work_space
+
+
+def _available_host_memory() -> int:
+    """Bytes that may still be taken without swapping, under the container's limit where there is one."""
+    available: int = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except OSError:
+        pass  # no control group (version 2): the host's figure holds
+    return max(available, 0)

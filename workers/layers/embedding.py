@@ -1,0 +1,55 @@
+"""Token embedding and vocabulary projection, both split over the ranks by vocabulary rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import Linear
+from workers.layers.build import LayerBuilder
+from workers.tensor_parallel import TensorParallel
+
+
+def load_vocab_rows(build: LayerBuilder, name: str, vocab_size: int, hidden_size: int) -> Tensor:
+    """This rank's rows [rows_per_rank, hidden] of a vocabulary matrix; the last rank's are padded with zeros."""
+    rows = -(-vocab_size // build.tp.world_size)
+    start = min(build.tp.rank * rows, vocab_size)
+    stop = min(start + rows, vocab_size)
+    weight = torch.zeros(rows, hidden_size, dtype=build.dtype, device=build.device)
+    weight[: stop - start].copy_(build.weights.read(name, (vocab_size, hidden_size), (slice(start, stop),)))
+    return weight
+
+
+class VocabEmbedding:
+    """Looks up the rows that this rank holds; the other ranks' are zero, and the sum over the ranks is exact."""
+
+    def __init__(self, weight: Tensor, tp: TensorParallel, multiplier: float) -> None:
+        self._weight = weight  # [rows_per_rank, hidden]
+        self._tp = tp
+        self._multiplier = multiplier
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """input_ids [T] int64 -> [T, hidden]."""
+        if self._tp.world_size == 1:
+            hidden = F.embedding(input_ids, self._weight)
+        else:
+            rows = self._weight.shape[0]
+            local = input_ids - self._tp.rank * rows
+            held = (local >= 0) & (local < rows)
+            hidden = F.embedding(torch.where(held, local, 0), self._weight) * held.unsqueeze(1)
+            hidden = self._tp.all_reduce(hidden)
+        return hidden if self._multiplier == 1.0 else hidden * self._multiplier
+
+
+class VocabProjection:
+    """Hidden states to logits over the whole vocabulary."""
+
+    def __init__(self, linear: Linear, tp: TensorParallel, vocab_size: int) -> None:
+        self._linear = linear  # [hidden] -> [rows_per_rank]
+        self._tp = tp
+        self._vocab_size = vocab_size
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R, vocab_size] in the model's dtype, on every rank."""
+        return self._tp.gather_columns(self._linear(hidden))[:, : self._vocab_size]

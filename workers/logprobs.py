@@ -1,0 +1,117 @@
+"""Log-probabilities under the model's own distribution: log_softmax of the raw logits in float32.
+
+Penalties, bias, temperature and truncation do not enter (the meaning OpenAI's API gives to `logprobs`). Order is by logit,
+equal ones by the lower id, so ranks and alternatives are the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from novainfer.protocol.messages import Logprobs
+
+# Elements of logits worked on at once: the int64 order keys of a slice take 8 bytes each.
+_MAX_SLICE = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Log-probabilities at R positions, with the K most probable alternatives of each."""
+
+    token_ids: Tensor  # [R] int64
+    logprobs: Tensor  # [R] float32
+    ranks: Tensor  # [R] int64, 1 = most probable
+    top_ids: Tensor  # [R, K] int64
+    top_logprobs: Tensor  # [R, K] float32
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LogprobTensors:
+        """The same with every tensor changed (moved, sliced by rows)."""
+        return LogprobTensors(
+            change(self.token_ids),
+            change(self.logprobs),
+            change(self.ranks),
+            change(self.top_ids),
+            change(self.top_logprobs),
+        )
+
+    def records(self, num_top: Sequence[int]) -> list[Logprobs]:
+        """One wire record a position, with num_top[i] <= K alternatives. Waits for the device."""
+        columns = zip(
+            self.token_ids.tolist(),
+            self.logprobs.tolist(),
+            self.ranks.tolist(),
+            self.top_ids.tolist(),
+            self.top_logprobs.tolist(),
+            num_top,
+            strict=True,
+        )
+        return [
+            Logprobs(token_id, logprob, rank, top_ids[:count], top_logprobs[:count])
+            for token_id, logprob, rank, top_ids, top_logprobs, count in columns
+        ]
+
+
+def rows_per_slice(vocab_size: int) -> int:
+    """How many rows of logits may be worked on at once."""
+    return max(1, _MAX_SLICE // vocab_size)
+
+
+def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
+    """Log-probabilities of token_ids [R] int64 and of the num_top best ids under logits [R, V] float32.
+
+    Row r depends on logits[r] and token_ids[r] alone. Memory beyond the result is bounded by slicing the rows.
+    """
+    step = rows_per_slice(logits.shape[1])
+    parts = [
+        _gather_slice(logits[i : i + step], token_ids[i : i + step], min(num_top, logits.shape[1]))
+        for i in range(0, logits.shape[0], step)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return concatenate(parts)
+
+
+def concatenate(parts: Sequence[LogprobTensors]) -> LogprobTensors:
+    """Positions of all parts, one after the other; the parts have the same K."""
+    return LogprobTensors(
+        torch.cat([part.token_ids for part in parts]),
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat([part.ranks for part in parts]),
+        torch.cat([part.top_ids for part in parts]),
+        torch.cat([part.top_logprobs for part in parts]),
+    )
+
+
+def _gather_slice(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
+    # The last-dimension log_softmax reduces each row by itself, in an order that depends on V alone.
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = token_ids[:, None]
+    chosen_logits = logits.gather(1, chosen)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    ahead = (logits > chosen_logits) | ((logits == chosen_logits) & (ids < chosen))
+    top_ids = _top_ids(logits, ids, num_top)
+    return LogprobTensors(
+        token_ids=token_ids,
+        logprobs=logprobs.gather(1, chosen)[:, 0],
+        ranks=ahead.sum(dim=1) + 1,
+        top_ids=top_ids,
+        top_logprobs=logprobs.gather(1, top_ids),
+    )
+
+
+def _top_ids(logits: Tensor, ids: Tensor, num_top: int) -> Tensor:
+    """The num_top ids of largest logit, ties to the lower id: [R, num_top] int64.
+
+    `topk` leaves the order of equal values open, so it gets distinct keys: the float's bits, mapped to integers of the same
+    order, above the complemented id.
+    """
+    if num_top == 0:
+        return ids.new_empty(logits.shape[0], 0)
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+    ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
+    keys = (ordered << 32) + (0xFFFFFFFF - ids)
+    return keys.topk(num_top, dim=1).indices

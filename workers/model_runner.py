@@ -1,0 +1,169 @@
+"""One step on one rank: plan in, result out (rank 0).
+
+`launch` starts a step without waiting for the device, `PendingStep.finish` waits for its results. On a GPU the next step may
+be launched before the last one has finished: it reads the sampled tokens from the rows on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernels.backend import KernelBackend
+from novainfer.protocol.messages import Logprobs
+from novainfer.protocol.step import RowPromptLogprobs, StepPlan, StepResult
+from workers.input_batch import InputBatch, PromptSpan
+from workers.kv_cache import KVCache
+from workers.logprobs import LogprobTensors, concatenate, gather_logprobs, rows_per_slice
+from workers.models.base import CausalLM
+from workers.request_states import RequestStates
+from workers.sampler import Sampled, Sampler
+from workers.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """Log-probabilities of one row's prompt tokens."""
+
+    span: PromptSpan
+    logprobs: LogprobTensors
+    is_bad: Tensor  # [] bool: some logits were not finite
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A launched step. Its tensors are on the host, and valid once `done` has happened."""
+
+    plan: StepPlan
+    started: float  # time.perf_counter()
+    sampled: Sampled | None  # None: no row sampled
+    prompts: list[PromptResult]
+    done: torch.cuda.Event | None  # None: the host computed everything itself
+
+    def finish(self) -> StepResult:
+        """Wait for the device and make the result."""
+        if self.done is not None:
+            self.done.synchronize()
+        sampled = self.sampled
+        bad = {prompt.span.row for prompt in self.prompts if bool(prompt.is_bad)}
+        if sampled is not None:
+            bad.update(sampled.rows[sampled.is_bad.numpy()].tolist())
+        return StepResult(
+            epoch=self.plan.epoch,
+            step=self.plan.step,
+            rows=[] if sampled is None else sampled.rows.tolist(),
+            token_ids=[] if sampled is None else sampled.token_ids.tolist(),
+            logprobs=[] if sampled is None else _token_logprobs(sampled, bad),
+            prompt_logprobs=[_prompt_record(prompt) for prompt in self.prompts if prompt.span.row not in bad],
+            bad_rows=sorted(bad),
+            execute_us=int((time.perf_counter() - self.started) * 1e6),
+        )
+
+
+class ModelRunner:
+    """Owns the rows and the KV cache of a rank, and runs plans in the order they come."""
+
+    def __init__(
+        self, model: CausalLM, kernels: KernelBackend, tp: TensorParallel, states: RequestStates, cache: KVCache
+    ) -> None:
+        self.states = states
+        self.cache = cache
+        self._model = model
+        self._tp = tp
+        self._sampler = Sampler(kernels)
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Run one step to its end: the result on rank 0, None elsewhere. Raises `EngineError` for an impossible plan."""
+        pending = self.launch(plan)
+        return None if pending is None else pending.finish()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep | None:
+        """Start one step, and bring the rows to the state after it. None on ranks other than 0."""
+        started = time.perf_counter()
+        self.states.apply(plan)
+        self.cache.copy_blocks(plan.copy_src, plan.copy_dst)
+        sampled: Sampled | None = None
+        prompts: list[PromptResult] = []
+        if plan.rows:
+            batch = InputBatch.build(self.states, plan)
+            hidden = self._model.forward(batch.input_ids, batch.positions, batch.forward, self.cache.layers)
+            prompts = [prompt for span in batch.prompt_spans if (prompt := self._prompt_logprobs(hidden, span))]
+            sampled = self._sample(hidden, batch)
+            self.states.advance(batch.rows, batch.num_new_tokens)
+        return self._pending(plan, started, sampled, prompts) if self._tp.rank == 0 else None
+
+    def _sample(self, hidden: Tensor, batch: InputBatch) -> Sampled | None:
+        """Sample on rank 0 and append the tokens to the rows of all ranks."""
+        if not len(batch.sample_rows):
+            return None
+        logits = self._model.logits(hidden[batch.sample_hidden])
+        sampled: Sampled | None = None
+        token_ids = torch.empty(len(batch.sample_rows), dtype=torch.int64, device=logits.device)
+        if self._tp.rank == 0:
+            sampled = self._sampler.sample(logits, batch.sample_rows, self.states)
+            token_ids = sampled.token_ids
+        token_ids = self._tp.broadcast(token_ids)
+        self.states.append(batch.sample_rows, batch.sample_row_index, token_ids)
+        return sampled
+
+    def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan) -> PromptResult | None:
+        """Log-probabilities of a chunk's prompt tokens on rank 0; the other ranks take part in the logits alone."""
+        targets = self.states.token_ids[span.row, span.start : span.start + span.count].long()
+        step = rows_per_slice(self.states.limits.vocab_size)
+        parts: list[LogprobTensors] = []
+        maxima: list[Tensor] = []
+        for i in range(0, span.count, step):
+            count = min(step, span.count - i)
+            first = span.first_hidden + i
+            logits = self._model.logits(hidden[first : first + count])
+            if self._tp.rank == 0:
+                parts.append(gather_logprobs(logits, targets[i : i + count], span.num_top))
+                maxima.append(logits.amax())
+        if not parts:
+            return None
+        return PromptResult(span, concatenate(parts), ~torch.isfinite(torch.stack(maxima)).all())
+
+    def _pending(
+        self, plan: StepPlan, started: float, sampled: Sampled | None, prompts: list[PromptResult]
+    ) -> PendingStep:
+        """Start the copies to the host."""
+        if self.states.device.type == "cpu":
+            return PendingStep(plan, started, sampled, prompts, None)
+        if sampled is not None:
+            sampled = replace(
+                sampled,
+                token_ids=_to_host(sampled.token_ids),
+                is_bad=_to_host(sampled.is_bad),
+                logprobs=None if sampled.logprobs is None else sampled.logprobs.map(_to_host),
+            )
+        prompts = [PromptResult(p.span, p.logprobs.map(_to_host), _to_host(p.is_bad)) for p in prompts]
+        done = torch.cuda.Event()
+        done.record()
+        return PendingStep(plan, started, sampled, prompts, done)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory; it is complete when the stream has come this far."""
+    return tensor.to("cpu", non_blocking=True)
+
+
+def _token_logprobs(sampled: Sampled, bad: set[int]) -> list[Logprobs | None]:
+    """One entry a sampled row, None for rows that did not ask; empty if none asked."""
+    if sampled.logprobs is None:
+        return []
+    records: list[Logprobs | None] = [None] * len(sampled.rows)
+    for position, record in zip(
+        sampled.logprob_positions, sampled.logprobs.records(sampled.num_top.tolist()), strict=True
+    ):
+        if int(sampled.rows[position]) not in bad:
+            records[position] = record
+    return records
+
+
+def _prompt_record(prompt: PromptResult) -> RowPromptLogprobs:
+    span = prompt.span
+    return RowPromptLogprobs(span.row, span.start, prompt.logprobs.records([span.num_top] * span.count))

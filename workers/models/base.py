@@ -1,0 +1,43 @@
+"""What the worker runtime sees of a model, whichever implementation stands behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.backend import AttentionMetadata
+from workers.models.spec import ModelSpec
+
+KvCaches = list[tuple[Tensor, Tensor]]  # per layer (key_cache, value_cache), as the kernel backend allocated them
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Where the tokens of one step belong; complete when built, passed down by argument."""
+
+    metadata: AttentionMetadata
+    slot_mapping: Tensor  # [T] int64, slot = block * block_size + offset, -1 = do not store
+
+
+class CausalLM(Protocol):
+    """A decoder over a paged KV cache. Holds weights only; all state of requests is in the arguments."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's sizes."""
+        ...
+
+    @property
+    def num_local_kv_heads(self) -> int:
+        """Key/value heads whose cache this rank holds."""
+        ...
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
+        """input_ids, positions [T] int64 -> hidden states [T, hidden] after the final norm. Writes this step's KV."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R, vocab_size] float32, after scaling and soft cap; all of it on every rank."""
+        ...

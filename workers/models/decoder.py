@@ -1,0 +1,114 @@
+"""The one decoder that runs every family we have a spec for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.layers.attention import Attention, HeadShard
+from workers.layers.build import LayerBuilder
+from workers.layers.embedding import VocabEmbedding, VocabProjection, load_vocab_rows
+from workers.layers.mlp import Mlp
+from workers.layers.moe import MixtureOfExperts
+from workers.layers.norm import RmsNorm
+from workers.layers.rotary import rotary_table
+from workers.models.base import ForwardBatch, KvCaches
+from workers.models.spec import DecoderSpec, MoeSpec
+
+
+class Decoder:
+    """See `workers.models.base.CausalLM`. max_position: rows of the rotary tables."""
+
+    def __init__(self, build: LayerBuilder, spec: DecoderSpec, max_position: int) -> None:
+        self.spec = spec
+        self.num_local_kv_heads = HeadShard.of(spec, build.tp).num_kv_heads
+        embedding_rows = load_vocab_rows(build, f"{spec.prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        self._embedding = VocabEmbedding(embedding_rows, build.tp, spec.embedding_multiplier)
+        tables = {
+            rotary: rotary_table(rotary, max_position, spec.dtype, build.device) for rotary in set(spec.rotaries)
+        }
+        self._layers = [
+            DecoderLayer(build, spec, layer, tables[spec.rotaries[layer]]) for layer in range(spec.num_layers)
+        ]
+        self._norm = _norm(build, spec, f"{spec.prefix}norm")
+        if spec.tie_word_embeddings:
+            head_rows = embedding_rows
+        else:
+            head_rows = load_vocab_rows(build, f"{spec.lm_head}.weight", spec.vocab_size, spec.hidden_size)
+        self._head = VocabProjection(build.kernels.pack_linear(head_rows), build.tp, spec.vocab_size)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
+        """input_ids, positions [T] -> hidden states [T, hidden] after the final norm."""
+        residual = self._embedding(input_ids)
+        update: Tensor | None = None
+        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+            residual, update = layer(residual, update, positions, batch, kv_cache)
+        return _next_input(self._norm, residual, update)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R, vocab_size] float32."""
+        spec = self.spec
+        logits = self._head(hidden)
+        if spec.logits_divisor != 1.0:
+            logits = logits / spec.logits_divisor
+        if spec.logits_soft_cap is not None:
+            logits = torch.tanh(logits / spec.logits_soft_cap) * spec.logits_soft_cap
+        return logits.float().contiguous()
+
+
+class DecoderLayer:
+    """Attention, then MLP, each with an optional norm before and after it.
+
+    The residual stream travels as (residual, update): their sum is taken together with the next norm.
+    """
+
+    def __init__(self, build: LayerBuilder, spec: DecoderSpec, layer: int, cos_sin: Tensor) -> None:
+        names, name = spec.norms, f"{spec.prefix}layers.{layer}"
+        self._before_attention = _optional_norm(build, spec, name, names.before_attention)
+        self._attention = Attention(build, spec, layer, cos_sin)
+        self._after_attention = _optional_norm(build, spec, name, names.after_attention)
+        self._before_mlp = _optional_norm(build, spec, name, names.before_mlp)
+        mlp = spec.mlps[layer]
+        self._mlp = (
+            MixtureOfExperts(build, spec, mlp, layer) if isinstance(mlp, MoeSpec) else Mlp(build, spec, mlp, layer)
+        )
+        self._after_mlp = _optional_norm(build, spec, name, names.after_mlp)
+        self._residual_multiplier = spec.residual_multiplier
+
+    def __call__(
+        self,
+        residual: Tensor,  # [T, hidden]
+        update: Tensor | None,  # [T, hidden], not yet added to the residual
+        positions: Tensor,  # [T]
+        batch: ForwardBatch,
+        kv_cache: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """The residual before, and the update by, this layer's MLP."""
+        x, residual = _next_input(self._before_attention, residual, update)
+        update = self._finish(self._attention(x, positions, batch, kv_cache), self._after_attention)
+        x, residual = _next_input(self._before_mlp, residual, update)
+        return residual, self._finish(self._mlp(x), self._after_mlp)
+
+    def _finish(self, update: Tensor, norm: RmsNorm | None) -> Tensor:
+        if norm is not None:
+            update = norm(update)
+        return update if self._residual_multiplier == 1.0 else update * self._residual_multiplier
+
+
+def _next_input(norm: RmsNorm | None, residual: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(input of the next part, residual with the update added)."""
+    if update is None:
+        return (residual if norm is None else norm(residual)), residual
+    if norm is not None:
+        return norm.add(update, residual)
+    residual = residual + update
+    return residual, residual
+
+
+def _norm(build: LayerBuilder, spec: DecoderSpec, name: str) -> RmsNorm:
+    weight = build.vector(f"{name}.weight", spec.hidden_size)
+    return RmsNorm(build.kernels, weight, spec.norm_eps, spec.norm_weight_offset)
+
+
+def _optional_norm(build: LayerBuilder, spec: DecoderSpec, layer_name: str, norm_name: str | None) -> RmsNorm | None:
+    return None if norm_name is None else _norm(build, spec, f"{layer_name}.{norm_name}")

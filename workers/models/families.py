@@ -1,0 +1,261 @@
+"""One small function per model family: from a transformers config to a `DecoderSpec`.
+
+transformers has already turned older config formats (`rope_theta`, `rope_scaling`, `torch_dtype`) into its current one when
+the config arrives here. To add a family: say here what it does differently from Llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from novainfer.errors import UnsupportedModelError
+from workers.models.rope import longest_sequence, rotary_spec
+from workers.models.spec import DecoderSpec, MlpSpec, MoeSpec, NormNames, RotarySpec
+
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+LAYER_WINDOWS = {"full_attention": False, "sliding_attention": True}
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyInput:
+    """What a family's function reads."""
+
+    config: Any  # transformers.PreTrainedConfig of the text model
+    dtype: torch.dtype
+    serve_length: int | None  # longest sequence asked for, in tokens
+
+
+def decoder_spec(config: Any, dtype: torch.dtype, serve_length: int | None = None) -> DecoderSpec | None:
+    """The spec of a family that we know, None for all others.
+
+    Raises `UnsupportedModelError` if the family is known but this config asks for something that the decoder cannot do.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return None
+    text_config = config.get_text_config() if config.model_type == "gemma3" else config
+    return family(FamilyInput(text_config, dtype, serve_length))
+
+
+def _llama(given: FamilyInput) -> DecoderSpec:
+    c = given.config
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    bias = bool(getattr(c, "attention_bias", False))
+    activation = _activation(getattr(c, "hidden_act", None) or c.hidden_activation)
+    rotary = _rotary(given, c.rope_parameters, head_dim)
+    return DecoderSpec(
+        architecture=c.model_type,
+        dtype=given.dtype,
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        num_heads=c.num_attention_heads,
+        num_kv_heads=c.num_key_value_heads or c.num_attention_heads,
+        head_dim=head_dim,
+        max_position=longest_sequence(_flat(c.rope_parameters), c.max_position_embeddings, given.serve_length),
+        sliding_windows=(None,) * c.num_hidden_layers,
+        rotaries=rotary,
+        mlps=(MlpSpec(intermediate_size=c.intermediate_size, activation=activation),) * c.num_hidden_layers,
+        tie_word_embeddings=bool(c.tie_word_embeddings),
+        norm_eps=c.rms_norm_eps,
+        attention_scale=head_dim**-0.5,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bool(getattr(c, "mlp_bias", False)),
+    )
+
+
+def _mistral(given: FamilyInput) -> DecoderSpec:
+    return replace(_llama(given), sliding_windows=_same_window(given))
+
+
+def _qwen2(given: FamilyInput) -> DecoderSpec:
+    return replace(_llama(given), sliding_windows=_layer_windows(given), qkv_bias=True, output_bias=False)
+
+
+def _qwen3(given: FamilyInput) -> DecoderSpec:
+    return replace(_llama(given), sliding_windows=_layer_windows(given), qk_norm="head")
+
+
+def _gemma2(given: FamilyInput) -> DecoderSpec:
+    c = given.config
+    if getattr(c, "use_bidirectional_attention", False):
+        raise UnsupportedModelError("bidirectional attention is not supported: this checkpoint does not generate text")
+    return replace(
+        _llama(given),
+        sliding_windows=_layer_windows(given),
+        norm_weight_offset=1.0,
+        norms=NormNames(
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        ),
+        attention_scale=c.query_pre_attn_scalar**-0.5,
+        attention_soft_cap=c.attn_logit_softcapping,
+        embedding_multiplier=torch.tensor(c.hidden_size**0.5, dtype=given.dtype).item(),  # rounded as in training
+        logits_soft_cap=c.final_logit_softcapping,
+    )
+
+
+def _gemma3_text(given: FamilyInput) -> DecoderSpec:
+    # Gemma 3's own code ignores attn_logit_softcapping.
+    return replace(_gemma2(given), attention_soft_cap=None, qk_norm="head")
+
+
+def _gemma3(given: FamilyInput) -> DecoderSpec:
+    """The text model inside a multimodal checkpoint."""
+    return replace(
+        _gemma3_text(given),
+        prefix="language_model.model.",
+        lm_head="language_model.lm_head",
+        ignored_prefixes=("vision_tower.", "multi_modal_projector."),
+    )
+
+
+def _phi3(given: FamilyInput) -> DecoderSpec:
+    return replace(_llama(given), sliding_windows=_same_window(given), packed_projections=True)
+
+
+def _olmo2(given: FamilyInput) -> DecoderSpec:
+    spec = _llama(given)
+    return replace(
+        spec,
+        norms=NormNames(
+            before_attention=None,
+            after_attention="post_attention_layernorm",
+            before_mlp=None,
+            after_mlp="post_feedforward_layernorm",
+        ),
+        qk_norm="full",
+        rotaries=tuple(replace(rotary, round_to_dtype=False) for rotary in spec.rotaries),
+    )
+
+
+def _granite(given: FamilyInput) -> DecoderSpec:
+    c = given.config
+    return replace(
+        _llama(given),
+        attention_scale=c.attention_multiplier,
+        embedding_multiplier=c.embedding_multiplier,
+        residual_multiplier=c.residual_multiplier,
+        logits_divisor=c.logits_scaling,
+    )
+
+
+def _qwen3_moe(given: FamilyInput) -> DecoderSpec:
+    c = given.config
+    spec = _llama(given)
+    experts = MoeSpec(
+        num_experts=c.num_experts,
+        top_k=c.num_experts_per_tok,
+        intermediate_size=c.moe_intermediate_size,
+        activation=_activation(c.hidden_act),
+        normalize_weights=bool(c.norm_topk_prob),
+        round_weights=True,
+        router="mlp.gate",
+        expert="mlp.experts.{}",
+        gate="gate_proj",
+        up="up_proj",
+        down="down_proj",
+    )
+    sparse = [
+        i not in c.mlp_only_layers and c.num_experts > 0 and (i + 1) % c.decoder_sparse_step == 0
+        for i in range(c.num_hidden_layers)
+    ]
+    return replace(
+        spec,
+        sliding_windows=_same_window(given),
+        qk_norm="head",
+        mlps=tuple(experts if is_sparse else mlp for is_sparse, mlp in zip(sparse, spec.mlps, strict=True)),
+    )
+
+
+def _mixtral(given: FamilyInput) -> DecoderSpec:
+    c = given.config
+    experts = MoeSpec(
+        num_experts=c.num_local_experts,
+        top_k=c.num_experts_per_tok,
+        intermediate_size=c.intermediate_size,
+        activation=_activation(c.hidden_act),
+        normalize_weights=True,
+        round_weights=False,
+        router="block_sparse_moe.gate",
+        expert="block_sparse_moe.experts.{}",
+        gate="w1",
+        up="w3",
+        down="w2",
+    )
+    return replace(_llama(given), sliding_windows=_same_window(given), mlps=(experts,) * c.num_hidden_layers)
+
+
+FAMILIES: dict[str, Callable[[FamilyInput], DecoderSpec]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3_text,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "olmo2": _olmo2,
+    "granite": _granite,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+}
+
+
+def _activation(name: str) -> str:
+    if name not in ACTIVATION_NAMES:
+        raise UnsupportedModelError(f"activation '{name}' is not supported")
+    return ACTIVATION_NAMES[name]
+
+
+def _layer_types(config: Any) -> list[str]:
+    types: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    unknown = sorted(set(types) - set(LAYER_WINDOWS))
+    if unknown:
+        raise UnsupportedModelError(f"layer types {', '.join(unknown)} are not supported")
+    return types
+
+
+def _same_window(given: FamilyInput) -> tuple[int | None, ...]:
+    return (given.config.sliding_window,) * given.config.num_hidden_layers
+
+
+def _layer_windows(given: FamilyInput) -> tuple[int | None, ...]:
+    types = _layer_types(given.config)
+    return tuple(given.config.sliding_window if LAYER_WINDOWS[layer_type] else None for layer_type in types)
+
+
+def _is_per_layer_type(rope_parameters: dict[str, Any]) -> bool:
+    return any(name in rope_parameters for name in LAYER_WINDOWS)
+
+
+def _flat(rope_parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that set the model's length: those of the full-attention layers."""
+    if not _is_per_layer_type(rope_parameters):
+        return rope_parameters
+    parameters: dict[str, Any] = rope_parameters.get("full_attention") or rope_parameters["sliding_attention"]
+    return parameters
+
+
+def _rotary(given: FamilyInput, rope_parameters: dict[str, Any], head_dim: int) -> tuple[RotarySpec, ...]:
+    """Per layer; Gemma 3 has other parameters for sliding than for full layers."""
+    c = given.config
+
+    def spec(parameters: dict[str, Any]) -> RotarySpec:
+        return rotary_spec(parameters, head_dim, c.max_position_embeddings, given.serve_length)
+
+    if not _is_per_layer_type(rope_parameters):
+        return (spec(rope_parameters),) * c.num_hidden_layers
+    by_type = {name: spec(parameters) for name, parameters in rope_parameters.items() if parameters}
+    return tuple(by_type[layer_type] for layer_type in _layer_types(c))

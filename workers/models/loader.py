@@ -1,0 +1,87 @@
+"""From a `ModelConfig` to a model that runs, or to the reason why it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.backend import KernelBackend
+from novainfer.config import ModelConfig
+from novainfer.errors import UnsupportedModelError
+from workers.checkpoint import find_checkpoint
+from workers.layers.build import LayerBuilder
+from workers.models.base import CausalLM
+from workers.models.decoder import Decoder
+from workers.models.families import FAMILIES, decoder_spec
+from workers.models.spec import DecoderSpec
+from workers.tensor_parallel import TensorParallel
+from workers.weights import Progress, WeightReader
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # older checkpoints store this constant
+
+
+def load_model(
+    config: ModelConfig,
+    *,
+    tp: TensorParallel,
+    kernels: KernelBackend,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Load this rank's part of the model. progress(done, total) counts tensors.
+
+    Raises `UnsupportedModelError` with the reason if the checkpoint cannot be served this way.
+    """
+    folder = find_checkpoint(config.model, config.revision)
+    hf_config = load_hf_config(folder, config.trust_remote_code)
+    dtype = _dtype(config, hf_config)
+    native = hf_config.model_type in FAMILIES
+    if config.model_backend == "native" and not native:
+        raise UnsupportedModelError(
+            f"there is no native decoder for '{hf_config.model_type}', only for {', '.join(sorted(FAMILIES))}"
+        )
+    spec = decoder_spec(hf_config, dtype, config.max_model_len)
+    if spec is None or config.model_backend == "transformers":
+        from workers.models.transformers_backend import load_transformers_model
+
+        return load_transformers_model(folder, hf_config, dtype, config, tp=tp, kernels=kernels, device=device)
+    build = LayerBuilder(WeightReader(folder, progress), tp, kernels, dtype, device)
+    return _load_decoder(build, spec, config.max_model_len)
+
+
+def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The checkpoint's config as transformers understands it (`PreTrainedConfig`)."""
+    from transformers import AutoConfig
+
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises many kinds, all of them about the file's content
+        raise UnsupportedModelError(f"transformers cannot read the config in '{folder}': {error}") from error
+    if getattr(hf_config, "quantization_config", None):
+        raise UnsupportedModelError("quantized checkpoints are not supported (config.json has a quantization_config)")
+    return hf_config
+
+
+def _load_decoder(build: LayerBuilder, spec: DecoderSpec, max_model_len: int | None) -> Decoder:
+    if max_model_len is not None and max_model_len > spec.max_position:
+        raise UnsupportedModelError(
+            f"max_model_len {max_model_len} is above the model's own limit of {spec.max_position} tokens"
+        )
+    model = Decoder(build, spec, max_model_len or spec.max_position)
+    tied = (f"{spec.lm_head}.weight",) if spec.tie_word_embeddings else ()
+    build.weights.finish(spec.ignored_prefixes, (*IGNORED_SUFFIXES, *tied))
+    return model
+
+
+def _dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:
+    """The asked-for dtype, else the checkpoint's."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    stored = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(), "dtype", None) or torch.float32
+    name = str(stored).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedModelError(f"the checkpoint's type {name} is not supported, only {', '.join(DTYPES)}")
+    return DTYPES[name]

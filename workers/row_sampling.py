@@ -1,0 +1,125 @@
+"""Sampling parameters of the persistent rows, in the form that a step gathers them from.
+
+Lives in the worker. Scalars are host arrays indexed by row (a step uploads those of the rows it samples); token id lists
+are device tensors that only rows with such lists have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.backend import SamplingTensors
+from novainfer.errors import EngineError
+from novainfer.protocol.step import NewRow
+
+IntArray = npt.NDArray[np.int64]
+
+NO_LOGPROBS = -1
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """The array on `device`; on a CPU it shares memory with the array, on a GPU the copy does not wait."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """What one row's logits go through beside penalties. Absent lists are None."""
+
+    bias_ids: Tensor | None  # [num_biased] int64
+    bias_values: Tensor | None  # [num_biased] float32
+    allowed_ids: Tensor | None  # [num_allowed] int64: only these may be sampled
+    banned_ids: Tensor | None  # [num_banned] int64
+    early_stop_ids: Tensor | None  # [num_stops] int64: not sampled before min_tokens outputs
+    min_tokens: int
+
+    @classmethod
+    def of(cls, new: NewRow, device: torch.device) -> TokenRules | None:
+        """The rules of a row, or None for a row that has none.
+
+        A ban of stop ids that would leave nothing of `allowed_token_ids` is void: such a row may only ever stop.
+        """
+        params = new.params
+        allowed, banned, stops = params.allowed_token_ids, set(params.banned_token_ids), new.stop_token_ids
+        if allowed is not None:
+            allowed = tuple(sorted(set(allowed) - banned))
+            banned = set()
+            if set(allowed) <= set(stops):
+                stops = []
+        if params.min_tokens == 0:
+            stops = []
+        if not params.logit_bias and allowed is None and not banned and not stops:
+            return None
+
+        def ids(values: list[int]) -> Tensor | None:
+            return to_device(np.array(values, np.int64), device) if values else None
+
+        biases = np.array(list(params.logit_bias.values()), np.float32)
+        return cls(
+            bias_ids=ids(list(params.logit_bias)),
+            bias_values=to_device(biases, device) if params.logit_bias else None,
+            allowed_ids=None if allowed is None else ids(list(allowed)),
+            banned_ids=ids(sorted(banned)),
+            early_stop_ids=ids(sorted(set(stops))),
+            min_tokens=params.min_tokens,
+        )
+
+
+class SamplingRows:
+    """Sampling parameters of every row; `set` is the only writer."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._device = device
+        # All arrays: [max_num_seqs].
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int32)
+        self.top_p = np.ones(max_num_seqs, np.float32)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.seed = np.zeros(max_num_seqs, np.int64)
+        self.choice = np.zeros(max_num_seqs, np.int32)
+        self.repetition_penalty = np.ones(max_num_seqs, np.float32)
+        self.presence_penalty = np.zeros(max_num_seqs, np.float32)
+        self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
+        self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
+        self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
+        self.has_rules = np.zeros(max_num_seqs, np.bool_)
+        self.rules: list[TokenRules | None] = [None] * max_num_seqs
+
+    def set(self, new: NewRow) -> None:
+        """Take a new row's parameters; every field of the row's former owner is overwritten."""
+        row, params = new.row, new.params
+        if params.seed is None:
+            raise EngineError(f"row {row}: the seed was not resolved")
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = params.seed
+        self.choice[row] = new.choice
+        self.repetition_penalty[row] = params.repetition_penalty
+        self.presence_penalty[row] = params.presence_penalty
+        self.frequency_penalty[row] = params.frequency_penalty
+        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[row] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
+        self.rules[row] = TokenRules.of(new, self._device)
+        self.has_rules[row] = self.rules[row] is not None
+
+    def tensors(self, rows: IntArray, output_index: IntArray) -> SamplingTensors:
+        """What the sampling kernel takes for `rows` [B]; output_index [B] is the index of the token to sample."""
+        return SamplingTensors(
+            temperature=to_device(self.temperature[rows], self._device),
+            top_k=to_device(self.top_k[rows], self._device),
+            top_p=to_device(self.top_p[rows], self._device),
+            min_p=to_device(self.min_p[rows], self._device),
+            seed=to_device(self.seed[rows], self._device),
+            choice=to_device(self.choice[rows], self._device),
+            index=to_device(output_index, self._device),
+        )

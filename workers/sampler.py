@@ -1,0 +1,123 @@
+"""From logits to token ids, for the rows that sample in a step.
+
+Order: raw logits are captured for log-probabilities; logit_bias; repetition, presence and frequency penalties; allowed and
+banned ids; stop ids before min_tokens; then the sampling kernel (temperature, top_k, top_p, min_p, Gumbel-max). Every stage
+treats each row by itself, so a row's token does not depend on the batch. A batch of plain rows goes straight to the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.backend import KernelBackend
+from workers.logprobs import LogprobTensors, gather_logprobs
+from workers.request_states import RequestStates
+from workers.row_sampling import IntArray, TokenRules, to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one step sampled for S rows, L of which asked for log-probabilities."""
+
+    rows: IntArray  # [S]
+    token_ids: Tensor  # [S] int64; 0 for a bad row
+    is_bad: Tensor  # [S] bool: the row's logits are not finite, or leave no token to choose
+    logprob_positions: IntArray  # [L], in S
+    num_top: IntArray  # [L], alternatives asked for
+    logprobs: LogprobTensors | None  # at those positions; None if L is 0
+
+
+class Sampler:
+    """Stateless: all it knows of a row stands in `RequestStates`."""
+
+    def __init__(self, kernels: KernelBackend) -> None:
+        self._kernels = kernels
+
+    def sample(self, logits: Tensor, rows: IntArray, states: RequestStates) -> Sampled:
+        """Sample the next token of `rows` [S > 0] from logits [S, V] float32, which are changed in place."""
+        num_logprobs = states.sampling.num_logprobs[rows]
+        positions = np.flatnonzero(num_logprobs >= 0)
+        position_index = to_device(positions, logits.device)
+        raw = logits[position_index] if len(positions) else None
+        is_bad = ~torch.isfinite(logits.amax(dim=1))  # amax hands on NaN; -inf for some ids is a legal mask
+        if process_logits(logits, rows, states):
+            is_bad |= ~torch.isfinite(logits.amax(dim=1))
+        params = states.sampling.tensors(rows, states.output_len(rows))
+        token_ids = self._kernels.sample(logits, params).masked_fill(is_bad, 0)
+        logprobs = None
+        if raw is not None:
+            logprobs = gather_logprobs(raw, token_ids[position_index], int(num_logprobs.max()))
+        return Sampled(rows, token_ids, is_bad, positions, num_logprobs[positions], logprobs)
+
+
+def process_logits(logits: Tensor, rows: IntArray, states: RequestStates) -> bool:
+    """Apply bias, penalties and token rules to logits [S, V] in place; False if no row has any."""
+    sampling = states.sampling
+    output_len = states.output_len(rows)
+    with_rules = np.flatnonzero(sampling.has_rules[rows])
+    repeated = np.flatnonzero(sampling.repetition_penalty[rows] != 1.0)
+    counted = np.flatnonzero(
+        ((sampling.presence_penalty[rows] != 0.0) | (sampling.frequency_penalty[rows] != 0.0)) & (output_len > 0)
+    )
+    rules = [(int(i), rule) for i in with_rules if (rule := sampling.rules[rows[i]]) is not None]
+    for i, rule in rules:
+        if rule.bias_ids is not None and rule.bias_values is not None:
+            logits[i].index_add_(0, rule.bias_ids, rule.bias_values)
+    if len(repeated):
+        _penalise_repetition(logits, repeated, rows[repeated], states)
+    if len(counted):
+        _penalise_output(logits, counted, rows[counted], states)
+    for i, rule in rules:
+        _mask(logits[i], rule, int(output_len[i]))
+    return bool(rules) or len(repeated) > 0 or len(counted) > 0
+
+
+def _history(rows: IntArray, start: IntArray, states: RequestStates) -> tuple[Tensor, Tensor]:
+    """Token ids of `rows` [B] from position start [B] to their ends: ids [B, L] int64, is_real [B, L] bool.
+
+    Shorter rows are padded with their last token. Every row must have at least one token there.
+    """
+    lengths = states.num_tokens[rows] - start
+    offsets = np.arange(lengths.max())
+    positions = start[:, None] + np.minimum(offsets, lengths[:, None] - 1)
+    row_index = to_device(rows[:, None], states.device)
+    ids = states.token_ids[row_index, to_device(positions, states.device)].long()
+    return ids, to_device(offsets < lengths[:, None], states.device)
+
+
+def _penalise_repetition(logits: Tensor, positions: IntArray, rows: IntArray, states: RequestStates) -> None:
+    """Divide positive and multiply negative logits of every id in prompt or output (Keskar et al. 2019, CTRL)."""
+    ids, _ = _history(rows, np.zeros_like(rows), states)
+    index = (to_device(positions[:, None], logits.device), ids)
+    penalty = to_device(states.sampling.repetition_penalty[rows][:, None], logits.device)
+    old = logits[index]
+    # An id that occurs twice is written twice with the same value.
+    logits[index] = torch.where(old > 0, old / penalty, old * penalty)
+
+
+def _penalise_output(logits: Tensor, positions: IntArray, rows: IntArray, states: RequestStates) -> None:
+    """Subtract frequency_penalty * count + presence_penalty from every id in the output (OpenAI's definition)."""
+    ids, is_real = _history(rows, states.prompt_len[rows], states)
+    # Sums of ones are exact in float32 whatever their order.
+    counts = torch.zeros(len(rows), logits.shape[1], device=logits.device).scatter_add_(1, ids, is_real.float())
+    index = (to_device(positions[:, None], logits.device), ids)
+    frequency = to_device(states.sampling.frequency_penalty[rows][:, None], logits.device)
+    presence = to_device(states.sampling.presence_penalty[rows][:, None], logits.device)
+    logits[index] = logits[index] - frequency * counts.gather(1, ids) - presence
+
+
+def _mask(logits: Tensor, rule: TokenRules, output_len: int) -> None:
+    """Set the ids of logits [V] that `rule` forbids to -inf, in place."""
+    if rule.allowed_ids is not None:
+        kept = logits[rule.allowed_ids]
+        logits.fill_(-math.inf)
+        logits[rule.allowed_ids] = kept
+    if rule.banned_ids is not None:
+        logits[rule.banned_ids] = -math.inf
+    if rule.early_stop_ids is not None and output_len < rule.min_tokens:
+        logits[rule.early_stop_ids] = -math.inf

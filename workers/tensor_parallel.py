@@ -1,0 +1,94 @@
+"""The ranks that one model is split over, and what they say to each other inside a step.
+
+Lives in the worker process, one per rank. Every sum is taken in rank order, so that a row's bits depend neither on where it
+stands in the batch nor on which algorithm the communication library would pick for the message's size.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from novainfer.errors import UnsupportedModelError
+
+
+class TensorParallel:
+    """This rank's place in its tensor-parallel group. With one rank every operation is the identity."""
+
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._group = group  # None: one rank, torch.distributed is not used
+
+    @classmethod
+    def single(cls) -> TensorParallel:
+        """One rank that owns the whole model."""
+        return cls(0, 1, None)
+
+    @classmethod
+    def init(cls, rank: int, world_size: int, init_method: str, device: torch.device) -> TensorParallel:
+        """Join the group; returns when all ranks have. NCCL on cuda, gloo on cpu.
+
+        init_method is `file://PATH` on one host (torch's TCPStore would listen on all interfaces): a path that no earlier
+        group has used. Gloo's and NCCL's own sockets are then bound to the loopback interface.
+        """
+        if world_size == 1:
+            return cls.single()
+        if init_method.startswith("file://"):
+            loopback = "lo0" if sys.platform == "darwin" else "lo"
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback
+            os.environ["NCCL_SOCKET_IFNAME"] = loopback
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            device_id=device if on_gpu else None,
+        )
+        return cls(rank, world_size, dist.group.WORLD)
+
+    def close(self) -> None:
+        """Leave the group (idempotent)."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        self._group = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, the same bits on each; x may be overwritten."""
+        if self.world_size == 1:
+            return x
+        if self.world_size == 2:  # a + b has one order only
+            dist.all_reduce(x, group=self._group)
+            return x
+        parts = self._gather(x)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def gather_columns(self, local: Tensor) -> Tensor:
+        """local [R, n] -> [R, world_size * n] on every rank, the ranks' columns in rank order."""
+        return local if self.world_size == 1 else torch.cat(self._gather(local), dim=-1)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        """Overwrite x with rank src's, and return it."""
+        if self.world_size > 1:
+            dist.broadcast(x, src, group=self._group)
+        return x
+
+    def shard(self, size: int, what: str) -> slice:
+        """This rank's equal part of `size` things. Raises `UnsupportedModelError` if they do not divide."""
+        if size % self.world_size:
+            raise UnsupportedModelError(f"{size} {what} cannot be split evenly over {self.world_size} ranks")
+        part = size // self.world_size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def _gather(self, local: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        dist.all_gather(parts, local.contiguous(), group=self._group)
+        return parts

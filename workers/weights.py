@@ -1,0 +1,104 @@
+"""Streaming tensors out of safetensors files.
+
+A tensor, or the slice of it that this rank needs, is read when a layer asks for it and belongs to the layer alone; a file is
+closed as soon as its last tensor has been asked for. So a checkpoint never sits twice in memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from novainfer.errors import UnsupportedModelError
+from workers.checkpoint import read_json
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+Progress = Callable[[int, int], None]  # (tensors read, all tensors)
+
+
+class WeightReader:
+    """The tensors of one checkpoint folder by name. Raises `UnsupportedModelError` for anything that does not fit."""
+
+    def __init__(self, folder: Path, progress: Progress | None = None) -> None:
+        self._files = _tensor_files(folder)  # tensor name -> file that holds it
+        self._unread = set(self._files)
+        self._unread_per_file = Counter(self._files.values())
+        self._open: dict[Path, Any] = {}
+        self._progress = progress
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
+        """The slice `index` (all of it by default) of a float tensor that must have `shape`, on the CPU in its own dtype."""
+        if name not in self._files:
+            raise UnsupportedModelError(f"the checkpoint has no tensor '{name}'")
+        view = self._file(name).get_slice(name)
+        found = tuple(view.get_shape())
+        if found != shape:
+            raise UnsupportedModelError(f"tensor '{name}' has shape {list(found)}, the model needs {list(shape)}")
+        if view.get_dtype() not in FLOAT_DTYPES:
+            raise UnsupportedModelError(
+                f"tensor '{name}' has type {view.get_dtype()}; quantized checkpoints are not supported"
+            )
+        tensor: Tensor = view[index or (slice(None),)]
+        self._mark_read(name)
+        return tensor
+
+    def finish(self, ignored_prefixes: Iterable[str] = (), ignored_suffixes: Iterable[str] = ()) -> None:
+        """Close all files. Raises `UnsupportedModelError` if tensors are left that the model did not ask for."""
+        self._open.clear()
+        prefixes, suffixes = tuple(ignored_prefixes), tuple(ignored_suffixes)
+        left = sorted(n for n in self._unread if not n.startswith(prefixes) and not n.endswith(suffixes))
+        if left:
+            names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            raise UnsupportedModelError(f"the checkpoint has tensors that this architecture does not use: {names}")
+        if self._progress is not None:
+            self._progress(len(self._files), len(self._files))
+
+    def _file(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt", device="cpu")
+            except Exception as error:
+                raise UnsupportedModelError(f"'{path}' is not a readable safetensors file: {error}") from error
+        return self._open[path]
+
+    def _mark_read(self, name: str) -> None:
+        if name not in self._unread:
+            return
+        self._unread.remove(name)
+        path = self._files[name]
+        self._unread_per_file[path] -= 1
+        if self._unread_per_file[path] == 0:
+            self._open.pop(path, None)
+        if self._progress is not None:
+            self._progress(len(self._files) - len(self._unread), len(self._files))
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the index of a sharded checkpoint or from the single file's own header."""
+    weight_map = read_json(folder, INDEX_FILE).get("weight_map")
+    if isinstance(weight_map, dict):
+        files = {name: folder / file for name, file in weight_map.items()}
+        missing = sorted({path.name for path in files.values() if not path.is_file()})
+        if missing:
+            raise UnsupportedModelError(f"files of the checkpoint are missing in '{folder}': {', '.join(missing)}")
+        return files
+    path = folder / SINGLE_FILE
+    if not path.is_file():
+        raise UnsupportedModelError(f"'{folder}' has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are supported")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return dict.fromkeys(file.keys(), path)
+    except Exception as error:
+        raise UnsupportedModelError(f"'{path}' is not a readable safetensors file: {error}") from error

@@ -1,0 +1,172 @@
+"""One rank: device, kernels, model, KV cache and rows, put together from the configuration.
+
+Runs in a worker process (`step_loop`) or in the process of the offline engine (`local_executor`). Knows no socket.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.backend import KernelBackend, select_backend
+from novainfer.config import ParallelConfig, ServeConfig
+from novainfer.errors import ConfigError
+from novainfer.executor.base import ExecutorInfo
+from novainfer.protocol.step import NewRow, StepPlan
+from novainfer.sampling.params import SamplingParams
+from workers.kv_cache import CacheSize, KVCache, block_bytes, cpu_budget, fit_cache, gpu_budget, resolve_max_model_len
+from workers.model_runner import ModelRunner
+from workers.models.base import CausalLM
+from workers.models.loader import load_model
+from workers.request_states import RequestStates, RowLimits
+from workers.tensor_parallel import TensorParallel
+
+Progress = Callable[[str, int, int], None]  # (stage, done, total)
+
+STAGE_WEIGHTS = "weights"
+STAGE_KV_CACHE = "kv cache"
+STAGE_WARM_UP = "warm-up"
+_WARM_UP_TOKENS = 32
+_SAMPLING_COPIES = 4  # of the largest step's float32 logits, live at once: raw, processed, log-probabilities, noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Which rank of which group."""
+
+    rank: int
+    world_size: int
+    epoch: int
+    init_method: str  # where the ranks meet, see `TensorParallel.init`; unused with one rank
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A rank that can run plans."""
+
+    runner: ModelRunner
+    info: ExecutorInfo
+    tp: TensorParallel
+    max_launched: int  # steps worth launching before the first is finished: 2 where the device works on its own
+
+    @classmethod
+    def build(cls, config: ServeConfig, place: RankPlace, progress: Progress) -> Worker:
+        """Load everything and run a first step. Raises `ConfigError` or `UnsupportedModelError` for what cannot be served."""
+        device = choose_device(config.parallel, place.rank)
+        kernels = choose_kernels(config.parallel, device)
+        if device.type == "cpu":
+            torch.set_num_threads(config.parallel.threads_per_worker or default_threads(place.world_size))
+        else:
+            torch.cuda.set_device(device)
+        tp = TensorParallel.init(place.rank, place.world_size, place.init_method, device)
+        model = load_model(
+            config.model,
+            tp=tp,
+            kernels=kernels,
+            device=device,
+            progress=lambda done, total: progress(STAGE_WEIGHTS, done, total),
+        )
+        progress(STAGE_KV_CACHE, 0, 1)
+        size = _size_cache(config, model, kernels, tp, device)
+        cache = KVCache.allocate(model, kernels, size.num_blocks, config.cache.block_size, device)
+        limits = _limits(config, model, size)
+        runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache)
+        progress(STAGE_WARM_UP, 0, 1)
+        _run_dummy(runner, min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 2))
+        info = ExecutorInfo(
+            epoch=place.epoch,
+            num_blocks=size.num_blocks,
+            block_size=limits.block_size,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+        )
+        return cls(runner, info, tp, 1 if device.type == "cpu" else 2)
+
+
+def choose_device(config: ParallelConfig, rank: int) -> torch.device:
+    """The rank's device; `auto` takes GPUs where there are enough for all ranks of this process's view."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigError("--device cuda was asked for, but no CUDA device is visible")
+    # Ray shows an actor its own GPU alone; without it all are visible.
+    return torch.device("cuda", rank if count > rank else 0)
+
+
+def choose_kernels(config: ParallelConfig, device: torch.device) -> KernelBackend:
+    """The configured kernel backend. Raises `ConfigError` if it cannot run on the device."""
+    try:
+        return select_backend(device, None if config.kernel_backend == "auto" else config.kernel_backend)
+    except ValueError as error:
+        raise ConfigError(f"--kernel-backend {config.kernel_backend}: {error}") from None
+
+
+def default_threads(world_size: int) -> int:
+    """The cores this process may use, divided by the ranks."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, cores // world_size)
+
+
+def _limits(config: ServeConfig, model: CausalLM, size: CacheSize) -> RowLimits:
+    return RowLimits(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=size.max_model_len,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        num_blocks=size.num_blocks,
+        block_size=config.cache.block_size,
+        vocab_size=model.spec.vocab_size,
+    )
+
+
+def _size_cache(
+    config: ServeConfig, model: CausalLM, kernels: KernelBackend, tp: TensorParallel, device: torch.device
+) -> CacheSize:
+    """Decide the number of blocks; on a GPU after a step of the largest size has shown what it needs beside them."""
+    max_position = model.spec.max_position
+    per_block = block_bytes(model, kernels, config.cache.block_size)
+    if config.cache.num_blocks is not None:
+        return fit_cache(config, max_position, per_block, budget=0)
+    if device.type == "cpu":
+        return fit_cache(config, max_position, per_block, cpu_budget(config, tp.world_size))
+    block_size = config.cache.block_size
+    num_tokens = min(config.scheduler.max_num_batched_tokens, resolve_max_model_len(config, max_position) - 2)
+    probe = CacheSize(-(-(num_tokens + 2) // block_size), max_position)
+    cache = KVCache.allocate(model, kernels, probe.num_blocks, block_size, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    _run_dummy(ModelRunner(model, kernels, tp, RequestStates(_limits(config, model, probe), device), cache), num_tokens)
+    torch.cuda.synchronize(device)
+    del cache
+    sampling_bytes = _SAMPLING_COPIES * 4 * config.scheduler.max_num_seqs * model.spec.vocab_size
+    return fit_cache(config, max_position, per_block, gpu_budget(config, device) - sampling_bytes)
+
+
+def _run_dummy(runner: ModelRunner, num_tokens: int) -> None:
+    """Prefill num_tokens and decode once, greedily and sampled, then leave the rows as they were.
+
+    Pays for lazy initialisation and compilation before the first request does. What it leaves in the KV blocks is never
+    read: a slot is written before it belongs to a context.
+    """
+    if num_tokens < 1:
+        return
+    block_size = runner.states.limits.block_size
+    new = NewRow(
+        row=0,
+        token_ids=[0] * num_tokens,
+        prompt_len=num_tokens,
+        num_computed_tokens=0,
+        block_ids=list(range(-(-(num_tokens + 1) // block_size))),
+        params=SamplingParams(seed=0, top_p=0.9, logprobs=0),
+        choice=0,
+    )
+    runner.execute(StepPlan(epoch=0, step=0, rows=[0], num_new_tokens=[num_tokens], new_rows=[new]))
+    runner.execute(StepPlan(epoch=0, step=1, rows=[0], num_new_tokens=[1]))
+    runner.execute(StepPlan(epoch=0, step=2, rows=[], num_new_tokens=[], freed_rows=[0]))
