@@ -36,7 +36,7 @@ class InputBatch:
     num_new_tokens: IntArray  # [N]
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    forward: ForwardBatch  # metadata: query_start_loc [N + 1], seq_lens [N], block_table [N, max_blocks]; slot_mapping [T]
+    forward: ForwardBatch  # query_start_loc [N + 1], seq_lens [N], block_table [N, max_blocks], slot_mapping [T]
     sample_rows: IntArray  # [S], in the plan's order
     sample_row_index: Tensor  # [S] int64: sample_rows
     sample_hidden: Tensor  # [S] int64: indices in T of the hidden states that the sampled tokens follow
@@ -88,7 +88,7 @@ class InputBatch:
 def _prompt_spans(
     states: RequestStates, rows: IntArray, seq_lens: IntArray, query_start_loc: IntArray
 ) -> list[PromptSpan]:
-    """The prompt tokens to report; the first one of a prompt has no probability, nor has one computed before its row."""
+    """The prompt tokens to report; a prompt's first token has no probability, nor has one computed before its row."""
     num_top = states.sampling.num_prompt_logprobs[rows]
     spans: list[PromptSpan] = []
     for i in np.flatnonzero(num_top >= 0):

@@ -40,9 +40,9 @@ class KVCache:
         cls, model: CausalLM, kernels: KernelBackend, num_blocks: int, block_size: int, device: torch.device
     ) -> KVCache:
         """Zero-filled caches for this rank's heads of every layer."""
-        spec = model.spec
+        spec, num_kv_heads = model.spec, model.num_local_kv_heads
         layers = [
-            kernels.allocate_kv_cache(num_blocks, block_size, model.num_local_kv_heads, spec.head_dim, spec.dtype, device)
+            kernels.allocate_kv_cache(num_blocks, block_size, num_kv_heads, spec.head_dim, spec.dtype, device)
             for _ in range(spec.num_layers)
         ]
         return cls(num_blocks, block_size, layers)
@@ -61,16 +61,14 @@ class KVCache:
 def block_bytes(model: CausalLM, kernels: KernelBackend, block_size: int) -> int:
     """Bytes that one block takes on this rank, over all layers."""
     spec = model.spec
-    return spec.num_layers * kernels.kv_cache_bytes(
-        1, block_size, model.num_local_kv_heads, spec.head_dim, spec.dtype
-    )
+    return spec.num_layers * kernels.kv_cache_bytes(1, block_size, model.num_local_kv_heads, spec.head_dim, spec.dtype)
 
 
 def resolve_max_model_len(config: ServeConfig, max_position: int) -> int:
     """The configured limit or the model's own. Raises `ConfigError` if the model cannot go that far."""
     explicit = config.model.max_model_len
     if explicit is not None and explicit > max_position:
-        raise ConfigError(f"--max-model-len {explicit} is more than the {max_position} tokens that the model can handle")
+        raise ConfigError(f"--max-model-len {explicit} is more than the {max_position} tokens that the model takes")
     return explicit or max_position
 
 

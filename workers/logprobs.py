@@ -1,7 +1,7 @@
 """Log-probabilities under the model's own distribution: log_softmax of the raw logits in float32.
 
-Penalties, bias, temperature and truncation do not enter (the meaning OpenAI's API gives to `logprobs`). Order is by logit,
-equal ones by the lower id, so ranks and alternatives are the same on every device.
+Penalties, bias, temperature and truncation do not enter (the meaning OpenAI's API gives to `logprobs`). Order is by
+logit, equal ones by the lower id, so ranks and alternatives are the same on every device.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _gather_slice(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTen
 def _top_ids(logits: Tensor, ids: Tensor, num_top: int) -> Tensor:
     """The num_top ids of largest logit, ties to the lower id: [R, num_top] int64.
 
-    `topk` leaves the order of equal values open, so it gets distinct keys: the float's bits, mapped to integers of the same
-    order, above the complemented id.
+    `topk` leaves the order of equal values open, so it gets distinct keys: the float's bits, mapped to integers of the
+    same order, above the complemented id.
     """
     if num_top == 0:
         return ids.new_empty(logits.shape[0], 0)

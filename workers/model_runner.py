@@ -1,7 +1,7 @@
 """One step on one rank: plan in, result out (rank 0).
 
-`launch` starts a step without waiting for the device, `PendingStep.finish` waits for its results. On a GPU the next step may
-be launched before the last one has finished: it reads the sampled tokens from the rows on the device.
+`launch` starts a step without waiting for the device, `PendingStep.finish` waits for its results. On a GPU the next
+step may be launched before the last one has finished: it reads the sampled tokens from the rows on the device.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ModelRunner:
         self._sampler = Sampler(kernels)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Run one step to its end: the result on rank 0, None elsewhere. Raises `EngineError` for an impossible plan."""
+        """Run a step to its end: the result on rank 0, None elsewhere. Raises `EngineError` for an impossible plan."""
         pending = self.launch(plan)
         return None if pending is None else pending.finish()
 
@@ -141,7 +141,7 @@ class ModelRunner:
                 logprobs=None if sampled.logprobs is None else sampled.logprobs.map(_to_host),
             )
         prompts = [PromptResult(p.span, p.logprobs.map(_to_host), _to_host(p.is_bad)) for p in prompts]
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return PendingStep(plan, started, sampled, prompts, done)
 

@@ -34,7 +34,7 @@ class RowLimits:
 
 
 class RequestStates:
-    """Rows 0 .. max_num_seqs - 1. `apply`, `append` and `advance` are the only writers, called once per step in that order."""
+    """Rows 0 .. max_num_seqs - 1. Its only writers are `apply`, `append` and `advance`, once per step in that order."""
 
     def __init__(self, limits: RowLimits, device: torch.device) -> None:
         rows = limits.max_num_seqs

@@ -1,7 +1,7 @@
 """Sampling parameters of the persistent rows, in the form that a step gathers them from.
 
-Lives in the worker. Scalars are host arrays indexed by row (a step uploads those of the rows it samples); token id lists
-are device tensors that only rows with such lists have.
+Lives in the worker. Scalars are host arrays indexed by row (a step uploads those of the rows it samples); token id
+lists are device tensors that only rows with such lists have.
 """
 
 from __future__ import annotations

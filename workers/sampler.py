@@ -1,8 +1,9 @@
 """From logits to token ids, for the rows that sample in a step.
 
-Order: raw logits are captured for log-probabilities; logit_bias; repetition, presence and frequency penalties; allowed and
-banned ids; stop ids before min_tokens; then the sampling kernel (temperature, top_k, top_p, min_p, Gumbel-max). Every stage
-treats each row by itself, so a row's token does not depend on the batch. A batch of plain rows goes straight to the kernel.
+Order: raw logits are captured for log-probabilities; logit_bias; repetition, presence and frequency penalties; allowed
+and banned ids; stop ids before min_tokens; then the sampling kernel (temperature, top_k, top_p, min_p, Gumbel-max).
+Every stage treats each row by itself, so a row's token does not depend on the batch. A batch of plain rows goes
+straight to the kernel.
 """
 
 from __future__ import annotations

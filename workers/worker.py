@@ -54,7 +54,7 @@ class Worker:
 
     @classmethod
     def build(cls, config: ServeConfig, place: RankPlace, progress: Progress) -> Worker:
-        """Load everything and run a first step. Raises `ConfigError` or `UnsupportedModelError` for what cannot be served."""
+        """Load all and run a first step. Raises `ConfigError` or `UnsupportedModelError` for what cannot be served."""
         device = choose_device(config.parallel, place.rank)
         kernels = choose_kernels(config.parallel, device)
         if device.type == "cpu":

@@ -15,7 +15,7 @@ import time
 import zmq
 
 from novainfer.client.journal import Journal, JournalEntry
-from novainfer.client.stream import RequestStream
+from novainfer.client.stream import RequestStream, StreamItem
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.protocol.messages import (
     FINISH_CANCELLED,
@@ -52,7 +52,9 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
         self.num_protocol_errors = 0
-        self._gateway_id = gateway_id
+        self._identity = gateway_id.encode()
+        # A new name for each process: a scheduler must not take a restarted gateway for the one that it knew.
+        self._hello = Hello(f"{gateway_id}-{os.getpid()}-{os.urandom(4).hex()}")
         self._lost_timeout = lost_timeout
         self._endpoint = endpoint
         self._journal = Journal()
@@ -72,12 +74,10 @@ class EngineClient:
         """Connect and say hello; the scheduler may come later."""
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
-        # A new identity for each start: a scheduler must not take a restarted gateway for the one it knew.
-        identity = f"{self._gateway_id}-{os.urandom(4).hex()}".encode()
-        self._socket = connect_dealer(self._context, self._endpoint, identity)
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._receive)
+        self._socket = connect_dealer(self._context, self._endpoint, self._identity)
+        self._loop.add_reader(self._socket.fileno(), self._receive)
         self._last_heard = time.monotonic()
-        self._send(Hello(self._gateway_id))
+        self._send(self._hello)
         self._heartbeat = self._loop.call_later(HEARTBEAT_SECONDS, self._beat)
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class EngineClient:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._socket is not None and self._context is not None and self._loop is not None:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._socket.fileno())
             self._socket.close(linger=200)
             self._context.term()
         self._socket = self._context = None
@@ -206,7 +206,8 @@ class EngineClient:
     def _handle_batch(self, batch: OutputBatch) -> None:
         if self.info is not None and batch.epoch < self.info.epoch:
             return  # from an engine that was replaced
-        for output in (*batch.prompt_logprobs, *batch.outputs):
+        outputs: list[StreamItem] = [*batch.prompt_logprobs, *batch.outputs]
+        for output in outputs:
             entry = self._journal.get(output.request_id)
             if entry is None:
                 continue
@@ -218,8 +219,8 @@ class EngineClient:
                 self._send(CancelRequest(output.request_id))
                 self._end(output.request_id, EngineError("The engine's stream of tokens broke."))
 
-    def _dispatch(self, entry: JournalEntry, output: TokenOutput | PromptLogprobs, epoch: int) -> None:
-        fresh: TokenOutput | PromptLogprobs | None
+    def _dispatch(self, entry: JournalEntry, output: StreamItem, epoch: int) -> None:
+        fresh: StreamItem | None
         if isinstance(output, PromptLogprobs):
             fresh = entry.accept_prompt_logprobs(output, epoch)
         else:
@@ -255,7 +256,7 @@ class EngineClient:
             return
         self._receive()
         if self.silence > SILENCE_BEFORE_HELLO:
-            self._send(Hello(self._gateway_id))
+            self._send(self._hello)
         if self.silence > self._lost_timeout and self.num_live:
             self.fail_all(EngineError("The engine cannot be reached."), tell_engine=True)
         self._heartbeat = self._loop.call_later(HEARTBEAT_SECONDS, self._beat)

@@ -94,7 +94,8 @@ class JournalEntry:
 def _only_new(output: TokenOutput, emitted: list[int]) -> TokenOutput:
     known = len(emitted) - output.index
     if known < 0:
-        raise ProtocolError(f"{output.request_id}/{output.choice}: tokens {len(emitted)} to {output.index - 1} are lost")
+        name = f"{output.request_id}/{output.choice}"
+        raise ProtocolError(f"{name}: tokens {len(emitted)} to {output.index - 1} are lost")
     if known == 0:
         return output
     overlap = output.token_ids[:known]

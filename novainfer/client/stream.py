@@ -93,16 +93,15 @@ class RequestStream:
 
 def _merge(items: list[StreamItem]) -> StreamItem:
     """Consecutive outputs of one choice as one."""
-    first, last = items[0], items[-1]
     if len(items) == 1:
-        return first
-    if isinstance(first, PromptLogprobs) or isinstance(last, PromptLogprobs):
-        entries = [entry for item in items if isinstance(item, PromptLogprobs) for entry in item.entries]
-        return replace(first, entries=entries)  # type: ignore[call-arg]
+        return items[0]
+    parts = [item for item in items if isinstance(item, PromptLogprobs)]
+    if parts:
+        return replace(parts[0], entries=[entry for part in parts for entry in part.entries])
     outputs = [item for item in items if isinstance(item, TokenOutput)]
     return replace(
-        last,
-        index=first.index,
+        outputs[-1],
+        index=outputs[0].index,
         token_ids=[token_id for output in outputs for token_id in output.token_ids],
         logprobs=[entry for output in outputs for entry in output.logprobs],
         num_cached_tokens=max(output.num_cached_tokens for output in outputs),

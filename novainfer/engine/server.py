@@ -35,7 +35,14 @@ from novainfer.protocol.messages import (
     RequestRejected,
     TokenOutput,
 )
-from novainfer.protocol.supervision import ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted
+from novainfer.protocol.supervision import (
+    FIRST_EPOCH,
+    ROLE_SCHEDULER,
+    SUPERVISOR_SCHEMA,
+    ChildFault,
+    ChildReady,
+    ChildStarted,
+)
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import bind_router, connect_push
 from novainfer.transport.parent import die_with_parent
@@ -45,7 +52,6 @@ logger = logging.getLogger("novainfer.scheduler")
 STATS_INTERVAL = 1.0  # seconds
 _MAX_MESSAGES_PER_TURN = 256
 _NOT_READY_RETRY_AFTER = 2.0  # seconds
-FIRST_EPOCH = 1
 
 
 class SchedulerServer:
@@ -130,9 +136,9 @@ class SchedulerServer:
         return bool(submitted) or outputs is not None
 
     def _try_start(self) -> bool:
-        info = self._executor.try_ready()
-        if info is None:
+        if not self._executor.poll_ready(0.0):
             return False
+        info = self._executor.info
         logger.info("all ranks have loaded: %s", info)
         self._engine = EngineCore(self._executor, self._config)
         for identity in list(self._gateways):

@@ -10,6 +10,9 @@ ROLE_GATEWAY = "gateway"
 ROLE_SCHEDULER = "scheduler"
 ROLE_WORKER = "worker"
 
+# The first worker group of a server; each later one gets the next number. 0 is "none yet".
+FIRST_EPOCH = 1
+
 
 @dataclass(frozen=True, slots=True)
 class ChildStarted:

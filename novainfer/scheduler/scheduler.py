@@ -34,6 +34,7 @@ from novainfer.scheduler.request import NO_ROW, Request, Sequence, make_request
 
 # Answer of a full queue: about the time in which a few requests end. A later rate estimate may refine it.
 _RETRY_AFTER_S = 1.0
+_NOT_FINITE = "The model's output was not finite."
 
 
 @dataclass(slots=True)
@@ -174,6 +175,8 @@ class Scheduler:
                 outputs.append(output)
         for entry in record.rows:
             sequence = entry.sequence
+            if entry.row in bad_rows and not entry.samples and not sequence.finished:
+                outputs.append(self._end(sequence, FINISH_ERROR, error=_NOT_FINITE))
             if sequence.is_running:
                 self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
         return StepOutputs(outputs, self._prompt_logprobs(record, result))
@@ -272,7 +275,7 @@ class Scheduler:
             return None
         sequence.num_pending -= 1
         if bad:
-            return self._end(sequence, FINISH_ERROR, error="The model's output was not finite.")
+            return self._end(sequence, FINISH_ERROR, error=_NOT_FINITE)
         index = sequence.num_output
         sequence.token_ids.append(token_id)
         self.totals.generation_tokens += 1

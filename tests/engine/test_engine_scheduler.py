@@ -49,7 +49,7 @@ def test_given_two_steps_in_flight_when_decoding_then_plans_are_empty_deltas() -
     driver.run()
     steady = driver.executor.plans[2]
     assert (steady.rows, steady.num_new_tokens) == ([0], [1])
-    assert not (steady.new_rows or steady.new_blocks or steady.freed_rows or steady.copy_src)
+    assert [steady.new_rows, steady.new_blocks, steady.freed_rows, steady.copy_src] == [[], [], [], []]
 
 
 def test_given_a_stop_token_when_sampled_then_the_choice_ends_with_it() -> None:

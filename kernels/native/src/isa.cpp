@@ -28,11 +28,7 @@ EXPORT(pack_linear)(const void* weight, void* packed, int64_t n, int64_t k, int6
 }
 
 EXPORT(linear)(const LinearArguments* args, const void* x, int64_t x_stride, void* y, int64_t m, int64_t threads) {
-    if (args->out_dtype == args->dtype) {
-        BY_DTYPE(args->dtype, linear(*args, (const T*)x, x_stride, (T*)y, m, threads));
-    } else {
-        BY_DTYPE(args->dtype, linear(*args, (const T*)x, x_stride, (float*)y, m, threads));
-    }
+    BY_DTYPE(args->dtype, linear(*args, (const T*)x, x_stride, y, m, threads));
 }
 
 EXPORT(store_kv)(const KvStoreArguments* args, int64_t threads) { BY_DTYPE(args->dtype, store_kv<T>(*args, threads)); }

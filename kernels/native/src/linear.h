@@ -14,6 +14,7 @@ struct LinearArguments {
 
 namespace {
 
+constexpr int64_t kFloat32 = 0;   // the element type's number, see isa.cpp
 constexpr long kTileRows = 96;    // rows whose operands stay in the cache while the weights pass by
 constexpr long kGroupPanels = 4;  // panels that one thread takes at a time
 constexpr int kBlockRows = kWidth == 16 ? 8 : 4;
@@ -40,13 +41,22 @@ void pack_linear(const T* weight, T* packed, long n, long k, long row_stride, lo
     });
 }
 
-template <class T, class Out>
+template <class T>
 struct LinearTile {
     using Format = typename FormatOf<T>::type;
     const LinearArguments& args;
     const typename Format::X* x;  // [rows, x_stride]
-    Out* y;                       // [rows, n]
-    long x_stride, rows;
+    void* y;                      // [all rows, n]
+    long x_stride, first_row, rows;
+
+    INLINE void write(long row, long column, const Vec& values, long count) const {
+        const long at = (first_row + row) * args.n + column;
+        if (args.out_dtype == kFloat32) {
+            store_some((float*)y + at, values, count);
+        } else {
+            store_some((T*)y + at, values, count);
+        }
+    }
 
     template <int M, int N>
     INLINE void block(long row, long panel) const {
@@ -61,7 +71,7 @@ struct LinearTile {
         UNROLL for (int n = 0; n < N; n++) {
             const long column = (panel + n) * kLanes, count = args.n - column;
             const Vec bias = args.bias == nullptr ? zero() : load_some(args.bias + column, count);
-            UNROLL for (int m = 0; m < M; m++) store_some(y + (row + m) * args.n + column, acc[m][n] + bias, count);
+            UNROLL for (int m = 0; m < M; m++) write(row + m, column, acc[m][n] + bias, count);
         }
     }
 
@@ -100,8 +110,8 @@ template <class T, class X>
 INLINE bool usable_in_place(const T*, const X*) { return false; }
 
 // y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
-template <class T, class Out>
-void linear(const LinearArguments& args, const T* x, long x_stride, Out* y, long m, long threads) {
+template <class T>
+void linear(const LinearArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
     using Format = typename FormatOf<T>::type;
     using X = typename Format::X;
     static thread_local Scratch scratch;
@@ -118,7 +128,7 @@ void linear(const LinearArguments& args, const T* x, long x_stride, Out* y, long
             });
             operand = to;
         }
-        const LinearTile<T, Out> tile{args, operand, y + row * args.n, in_place ? x_stride : padded, rows};
+        const LinearTile<T> tile{args, operand, y, in_place ? x_stride : padded, row, rows};
         tile.run(threads);
     }
 }

@@ -1,0 +1,86 @@
+"""What is known about one HTTP request while it is answered, and the outermost layer that keeps it.
+
+That layer gives every answer its `x-request-id` and timing headers, turns what nobody caught into a 500, and counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.errors import to_api_error
+from gateway.metrics import GatewayMetrics
+
+log = logging.getLogger(__name__)
+
+_SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_KEY = "novainfer"
+
+
+@dataclass(slots=True)
+class RequestInfo:
+    """One HTTP request. `handler` is the route's path as declared, so metrics stay few; `tenant` whose key it is."""
+
+    request_id: str
+    started: float = field(default_factory=time.perf_counter)
+    handler: str = "unmatched"
+    tenant: str = ""
+    status: int = 0
+
+
+def request_info(scope: Scope) -> RequestInfo:
+    """The `RequestInfo` that the outermost layer put into the scope."""
+    info: RequestInfo = scope[_KEY]
+    return info
+
+
+class ContextMiddleware:
+    """The outermost layer: see the module's note."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        info = scope[_KEY] = RequestInfo(_request_id(scope))
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                info.status = message["status"]
+                message["headers"] = [*message["headers"], *_headers(info)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception as error:
+            log.exception("request %s failed", info.request_id)
+            if info.status:
+                raise  # the answer has begun: the server closes the connection
+            await to_api_error(error).response()(scope, receive, send_with_headers)
+        finally:
+            self._metrics.http_request(scope["method"], info.handler, info.status)
+
+
+def _request_id(scope: Scope) -> str:
+    """The caller's id where it is sane, else one of ours."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _SANE_ID.fullmatch(value):
+            return str(value, "ascii")
+    return f"req-{os.urandom(12).hex()}"
+
+
+def _headers(info: RequestInfo) -> list[tuple[bytes, bytes]]:
+    elapsed = (time.perf_counter() - info.started) * 1000
+    return [
+        (b"x-request-id", info.request_id.encode()),
+        (b"openai-processing-ms", str(round(elapsed)).encode()),
+        (b"openai-version", b"2020-10-01"),
+    ]

@@ -1,0 +1,75 @@
+"""Every failure as OpenAI's clients expect it: `{"error": {message, type, param, code}}` with the right status."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
+
+MAX_MESSAGE_CHARS = 1024
+
+
+class ApiError(Exception):
+    """An answer that is not 200. `code` is machine-readable, `param` names a field of the request."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object, also sent as the `error` event of a stream."""
+        message = self.message if len(self.message) <= MAX_MESSAGE_CHARS else self.message[:MAX_MESSAGE_CHARS] + "..."
+        return {"error": {"message": message, "type": self._type, "param": self.param, "code": self.code}}
+
+    @property
+    def _type(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    def response(self) -> Response:
+        """The HTTP answer."""
+        return Response(json.dumps(self.body), self.status, self.headers, media_type="application/json")
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The answer to any exception. What is not raised on purpose becomes a 500 that tells nothing of the inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, error.message, error.code, error.param)
+    if isinstance(error, OverloadedError):
+        return _overloaded(error)
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        return ApiError(error.status_code, f"{error.detail}.", _CODES.get(error.status_code), None, headers)
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error), "engine_error")
+    return ApiError(500, "The server failed to answer this request.", "internal_error")
+
+
+def _overloaded(error: OverloadedError) -> ApiError:
+    seconds = max(error.retry_after, 0.05)
+    headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
+    code = "rate_limit_exceeded" if error.status == 429 else "overloaded"
+    return ApiError(error.status, error.message, code, None, headers)

@@ -1,0 +1,112 @@
+"""Prometheus metrics of one gateway: its own requests, and the scheduler's figures as last reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from novainfer.protocol.messages import EngineInfo, EngineStats
+
+_FIRST_TOKEN_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+)  # fmt: skip
+_BETWEEN_TOKENS_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80,
+)  # fmt: skip
+_WHOLE_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS"})
+
+EngineState = Callable[[], tuple[EngineInfo | None, EngineStats | None]]
+
+
+class GatewayMetrics:
+    """One registry per application. Label values come from fixed sets, never from a request."""
+
+    def __init__(self, model_name: str, engine_state: EngineState) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(model_name, engine_state))
+        self._http = Counter(
+            "novainfer_http_requests",
+            "HTTP requests by route and status.",
+            ["method", "handler", "status"],
+            registry=self._registry,
+        )
+        self._rejected = Counter(
+            "novainfer_admission_rejections", "Generations refused.", ["reason"], registry=self._registry
+        )
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_BUCKETS, model_name
+        )
+        self.between_tokens = self._histogram(
+            "inter_token_latency_seconds", "Between the tokens of a choice.", _BETWEEN_TOKENS_BUCKETS, model_name
+        )
+        self.whole = self._histogram(
+            "e2e_request_latency_seconds", "From the request to its last token.", _WHOLE_BUCKETS, model_name
+        )
+        self.live = Gauge("novainfer_gateway_live_requests", "Generations now live.", registry=self._registry)
+
+    def http_request(self, method: str, handler: str, status: int) -> None:
+        """Count one answer."""
+        self._http.labels(method if method in _METHODS else "other", handler, str(status)).inc()
+
+    def rejected(self, status: int) -> None:
+        """Count a generation that was refused for its own fault, for lack of room or by a limit."""
+        self._rejected.labels({429: "rate_limit", 503: "overloaded"}.get(status, "invalid")).inc()
+
+    def exposition(self) -> bytes:
+        """The text format that Prometheus scrapes."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...], model_name: str) -> Histogram:
+        family = Histogram(
+            f"novainfer_{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry
+        )
+        return family.labels(model_name)
+
+
+class _EngineCollector(Collector):
+    """Reads the scheduler's last report when scraped."""
+
+    def __init__(self, model_name: str, state: EngineState) -> None:
+        self._labels = [model_name, "0"]
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        info, stats = self._state()
+        yield self._gauge("engine_ready", "1 when the engine takes requests.", bool(info and info.ready))
+        if stats is None:
+            return
+        used = stats.num_blocks - stats.num_free_blocks
+        yield self._gauge("num_requests_running", "Sequences running.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences waiting.", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.", used / max(stats.num_blocks, 1))
+        yield self._gauge(
+            "seconds_since_progress", "Seconds since the engine last finished a step or was idle.",
+            stats.seconds_since_progress,
+        )  # fmt: skip
+        yield self._counter("engine_steps", "Steps of the engine.", stats.step)
+        yield self._counter("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens_total)
+        yield self._counter("generation_tokens", "Tokens sampled.", stats.generation_tokens_total)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens_total)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found cached.", stats.cached_prompt_tokens_total)
+        yield self._counter("num_preemptions", "Sequences preempted.", stats.preemptions_total)
+        yield self._counter("requests_accepted", "Requests accepted.", stats.accepted_total)
+        finished = CounterMetricFamily(
+            "novainfer_requests", "Choices finished.", labels=["model_name", "engine", "finish_reason"]
+        )
+        for reason, count in sorted(stats.finished_total.items()):
+            finished.add_metric([*self._labels, reason], count)
+        yield finished
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"novainfer_{name}", help_text, labels=["model_name", "engine"])
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"novainfer_{name}", help_text, labels=["model_name", "engine"])
+        family.add_metric(self._labels, value)
+        return family

@@ -1,0 +1,124 @@
+"""From a request's fields to resolved `SamplingParams`: the model's defaults, the server's limits, a seed."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from novainfer.errors import InvalidRequestError
+from novainfer.protocol.messages import EngineInfo
+from novainfer.sampling.params import MAX_SEED, SamplingParams, validate
+from novainfer.text.tokenizer import Tokenizer
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; a chat may fill the context
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    output: int | None
+    prompt: int | None
+
+
+def resolve_params(
+    request: ChatRequest | CompletionRequest, num_prompt_tokens: int, tokenizer: Tokenizer, info: EngineInfo
+) -> SamplingParams:
+    """Every default filled in and everything checked. Raises `InvalidRequestError`.
+
+    Checked against the width of the logits, and the length of prompt and output against the model's context.
+    """
+    logprobs = _chat_logprobs(request) if isinstance(request, ChatRequest) else _completion_logprobs(request)
+    params = SamplingParams(
+        n=request.n,
+        max_tokens=_max_tokens(request, num_prompt_tokens, info.max_model_len),
+        min_tokens=request.min_tokens,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        seed=secrets.randbelow(MAX_SEED) if request.seed is None else request.seed,
+        logit_bias=_logit_bias(request.logit_bias),
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        banned_token_ids=(*request.banned_token_ids, *_bad_word_ids(request.bad_words, tokenizer)),
+        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        ignore_eos=request.ignore_eos,
+        skip_special_tokens=request.skip_special_tokens,
+        logprobs=logprobs.output,
+        prompt_logprobs=logprobs.prompt,
+        **_with_model_defaults(request, tokenizer),
+    )
+    validate(params, vocab_size=info.vocab_size)
+    _check_length(num_prompt_tokens, params.max_tokens, info.max_model_len)
+    return params
+
+
+def _with_model_defaults(request: GenerationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The request's value, else generation_config.json's, else OpenAI's."""
+    values: dict[str, Any] = {}
+    standard = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for name, fallback in standard.items():
+        asked = getattr(request, name)
+        values[name] = tokenizer.generation_defaults.get(name, fallback) if asked is None else asked
+    if values["top_k"] == -1:  # another way to say "off"
+        values["top_k"] = 0
+    return values
+
+
+def _max_tokens(request: ChatRequest | CompletionRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+    if isinstance(request, ChatRequest):
+        asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        rest = max_model_len - num_prompt_tokens
+        _check_length(num_prompt_tokens, 1, max_model_len)
+        return rest if asked is None else asked
+    return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+
+
+def _check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+    total = num_prompt_tokens + max_tokens
+    if total > max_model_len:
+        raise InvalidRequestError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested {total} tokens "
+            f"({num_prompt_tokens} in the prompt, {max_tokens} in the completion).",
+            param="max_tokens" if num_prompt_tokens < max_model_len else "prompt",
+            code="context_length_exceeded",
+        )
+
+
+def _chat_logprobs(request: ChatRequest) -> _Logprobs:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    _refuse_streamed_prompt_logprobs(request)
+    return _Logprobs((request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs)
+
+
+def _completion_logprobs(request: CompletionRequest) -> _Logprobs:
+    _refuse_streamed_prompt_logprobs(request)
+    prompt = request.prompt_logprobs
+    if request.echo and request.logprobs is not None:
+        prompt = max(request.logprobs, prompt or 0)
+    return _Logprobs(request.logprobs, prompt)
+
+
+def _refuse_streamed_prompt_logprobs(request: GenerationRequest) -> None:
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+
+
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+    """Keys are token ids as strings, as JSON objects have no other keys."""
+    if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in biases):
+        raise InvalidRequestError("logit_bias keys must be token ids.", param="logit_bias")
+    return {int(key): float(bias) for key, bias in biases.items()}
+
+
+def _bad_word_ids(words: list[str], tokenizer: Tokenizer) -> list[int]:
+    """The ids of words that are one token, with or without a space before them; longer ones cannot be banned yet."""
+    banned: list[int] = []
+    for word in words[:1024]:
+        spellings = [tokenizer.encode(text, add_special_tokens=False) for text in dict.fromkeys((word, f" {word}"))]
+        single = [ids[0] for ids in spellings if len(ids) == 1]
+        if not word or not single:
+            raise InvalidRequestError("bad_words: each word must be a single token.", param="bad_words")
+        banned += single
+    return banned

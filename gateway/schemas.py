@@ -1,0 +1,182 @@
+"""The request bodies, field by field. Strict: no number from a string or a bool, no infinity.
+
+`null` counts as absent everywhere. Unknown fields are kept apart, to be named in an answer's header or refused; fields
+of features that do not exist yet are refused by name, because to ignore them would answer another question.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from novainfer.errors import InvalidRequestError
+
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 256
+
+Name = Annotated[str, Field(max_length=1024)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(_Body):
+    """What chat and text completions share: sampling, lengths, stops, and how to answer."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+
+    model: Name | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] = {}
+    allowed_token_ids: list[TokenId] | None = None
+    banned_token_ids: list[TokenId] = []
+    bad_words: list[str] = []
+    stop: str | list[str] = []
+    stop_token_ids: list[TokenId] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool = False
+    cache_salt: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,128}$")] = ""
+    prefix_cache: bool = True
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    user: str | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """`POST /v1/chat/completions`."""
+
+    unsupported = frozenset({"echo", "functions", "function_call", "audio", "prediction", "web_search_options"})
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] = ["text"]
+    reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`."""
+
+    unsupported = frozenset({"suffix", "best_of", "response_format"})
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    echo: bool = False
+    logprobs: int | None = None
+
+
+class TokenizeRequest(_Body):
+    """`POST /tokenize`: a text, or a chat as the template renders it."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"chat_template"})
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
+
+
+class DetokenizeRequest(_Body):
+    """`POST /detokenize`."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+
+    model: Name | None = None
+    tokens: list[TokenId]
+
+
+Body = TypeVar("Body", GenerationRequest, ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+_UNSUPPORTED = frozenset(
+    {
+        "chat_template",
+        "logits_processors",
+        "min_completion_tokens",
+        "prompt_embeds",
+        "structured_outputs",
+        "truncate_prompt_tokens",
+        "use_beam_search",
+    }
+)
+_UNSUPPORTED_PREFIX = "guided_"
+_PRINTABLE = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_MAX_NAMES = 32
+
+
+def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tuple[Body, list[str]]:
+    """The request, and the unknown fields that will have no effect, fit for a header.
+
+    Raises `InvalidRequestError` for the first field that is wrong, not supported yet or (strict_params) unknown.
+    """
+    present = {name: value for name, value in body.items() if value is not None}
+    for name, value in present.items():
+        if name in kind.unsupported or name in _UNSUPPORTED or name.startswith(_UNSUPPORTED_PREFIX):
+            if value is False:  # a feature that is switched off
+                continue
+            raise InvalidRequestError(f"{_shown(name)} is not supported yet.", param=_shown(name))
+    if isinstance(present.get("stream_options"), dict):
+        options = present["stream_options"]
+        present["stream_options"] = {name: value for name, value in options.items() if value is not None}
+    try:
+        request = kind.model_validate(present)
+    except ValidationError as error:
+        raise _invalid(error) from None
+    unknown = [_shown(name) for name in (request.model_extra or {})]
+    if unknown and strict_params:
+        raise InvalidRequestError(f"Unknown field: {unknown[0]}.", param=unknown[0], code="unknown_parameter")
+    return request, unknown[:_MAX_NAMES]
+
+
+def _shown(name: str) -> str:
+    return name if _PRINTABLE.fullmatch(name) else "(unprintable)"
+
+
+def _invalid(error: ValidationError) -> InvalidRequestError:
+    """The first complaint, without the value that caused it. A union complains once per member: the field counts."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = [str(part) for part in first["loc"]]
+    param = _shown(where[0]) if where else None
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{param} is missing.", param=param, code="missing_required_parameter")
+    of_union = param in ("prompt", "stop", "tool_choice")
+    message = "it has none of the allowed types" if of_union else first["msg"]
+    return InvalidRequestError(f"Invalid value for {param}: {message}.", param=param)

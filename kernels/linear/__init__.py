@@ -1,0 +1,1 @@
+"""Linear layers over packed weights; see `KernelBackend.pack_linear`."""

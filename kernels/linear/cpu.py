@@ -1,0 +1,68 @@
+"""Linear layers by the native kernel: weights packed once, every row's bits independent of the batch."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels.checks import check_dtype, check_linear
+from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contiguous, panel_shape
+
+
+class LinearArguments(ctypes.Structure):
+    """Mirrors the struct of the same name in native/src/linear.h."""
+
+    _fields_ = [
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("out_dtype", ctypes.c_int64),
+    ]
+
+
+class PackedLinear:
+    """x [M, K] -> x @ weight.T + bias [M, N], summed in fp32 in the order of K and rounded once.
+
+    Holds a packed copy of the weight and a copy of the bias: the originals may be released.
+    """
+
+    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight [N, K] in bf16, fp16 or fp32 (a view of a larger one will do), bias [N] in any of them."""
+        check_linear(weight, bias)
+        check_dtype("weight", weight, *DTYPES)
+        weight = last_dim_contiguous(weight.detach())
+        self.out_features, self.in_features = n, k = weight.shape
+        self.dtype = weight.dtype
+        self._packed = torch.empty(-(-n // LANES), *panel_shape(k, LANES, weight.dtype), dtype=weight.dtype)
+        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
+        self.weight_nbytes = self._packed.nbytes
+        code = DTYPES[weight.dtype]
+        library.pack_linear(
+            weight.data_ptr(), self._packed.data_ptr(), n, k, weight.stride(0), code, torch.get_num_threads()
+        )
+        self._run = library.linear
+        bias_pointer = 0 if self._bias is None else self._bias.data_ptr()
+        self._arguments = {
+            dtype: LinearArguments(self._packed.data_ptr(), bias_pointer, n, k, code, DTYPES[dtype])
+            for dtype in (weight.dtype, torch.float32)
+        }
+        self._addresses = {dtype: ctypes.addressof(struct) for dtype, struct in self._arguments.items()}
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [M, K] in the weight's dtype -> [M, N] in out_dtype, float32 or by default x's dtype."""
+        if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype is not self.dtype:
+            raise ValueError(
+                f"x must be [*, {self.in_features}] in {self.dtype}, got {list(x.shape)} in {x.dtype}"
+            )
+        dtype = out_dtype or self.dtype
+        if dtype not in self._addresses:
+            raise ValueError(f"out_dtype must be {self.dtype} or torch.float32, got {dtype}")
+        x = last_dim_contiguous(x)
+        rows = x.shape[0]
+        out = torch.empty((rows, self.out_features), dtype=dtype)
+        self._run(self._addresses[dtype], x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
+        return out

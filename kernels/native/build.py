@@ -1,0 +1,148 @@
+"""Compiles the native kernels into a cache folder. `python -m kernels.native.build` does it ahead of time, for an image or an install.
+
+One library per instruction set, named after the hash of the sources, the flags and torch's version, so that a stale one is never
+loaded. The compiler is not part of the name: an image without a compiler finds what was built when the image was made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE_DIR = Path(__file__).parent / "src"
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+ISA_FLAGS = {"avx512bf16": (*_AVX512, "-mavx512bf16"), "avx512f": _AVX512, "avx2": _AVX2, "portable": ()}
+# The kernels are written in vectors and unrolled by hand, so -O2 gives the speed of -O3 in a third of the time. Fused products
+# are spelled out: the compiler must not choose them.
+_FLAGS = (
+    *("-std=c++17", "-O2", "-fno-tree-vectorize", "-ffp-contract=off", "-fno-math-errno"),
+    *("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-w"),
+)
+_PROBE = "probe"
+_COMPILE_TIMEOUT_S = 600
+
+
+class NativeBuildError(RuntimeError):
+    """The native kernels cannot be built here; the message says why."""
+
+
+def host_isas() -> tuple[str, ...]:
+    """The instruction sets that this machine's architecture has names for, best first."""
+    return tuple(ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ("portable",)
+
+
+def supported_isas() -> tuple[str, ...]:
+    """The instruction sets that this processor can run, best first. Raises NativeBuildError."""
+    probe = ctypes.CDLL(str(library_path(_PROBE)))
+    probe.nova_best_isa.restype = ctypes.c_char_p
+    names = host_isas()
+    return names[names.index(probe.nova_best_isa().decode()) :]
+
+
+def library_path(name: str) -> Path:
+    """The compiled library of an instruction set (or the probe), built now if it was not before. Raises NativeBuildError.
+
+    Safe in many processes at once: one compiles, the others wait for it.
+    """
+    folder = _cache_dir() / _build_key()
+    library = folder / f"libnova-{name}.so"
+    if library.exists():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel drops it if this process dies
+            if not library.exists():
+                _compile(name, library)
+    except OSError as error:
+        raise NativeBuildError(f"cannot write {folder}: {error}") from error
+    return library
+
+
+def openmp_library() -> Path | None:
+    """The OpenMP runtime that torch brought along. Linking another one would start a second thread pool that competes with it."""
+    root = Path(torch.__file__).parent
+    for folder in (root / "lib", root.parent / "torch.libs"):
+        for pattern in ("libgomp*", "libiomp5*", "libomp*"):
+            for library in sorted(folder.glob(pattern)):
+                return library
+    return None
+
+
+def _cache_dir() -> Path:
+    root = os.environ.get("NOVAINFER_CACHE_DIR")
+    return (Path(root) if root else Path.home() / ".cache" / "novainfer") / "native"
+
+
+def _build_key() -> str:
+    digest = hashlib.sha256()
+    parts = (torch.__version__, str(openmp_library()), platform.machine(), repr(_FLAGS), repr(ISA_FLAGS))
+    digest.update("\n".join(parts).encode())
+    for source in sorted(SOURCE_DIR.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    raise NativeBuildError("no C++ compiler found (set CXX, or install g++)")
+
+
+def _openmp_flags(compiler: str) -> tuple[list[str], list[str]]:
+    """(flags to compile with, flags to link with)."""
+    runtime = openmp_library()
+    if sys.platform == "darwin":
+        return ["-Xpreprocessor", "-fopenmp"], [] if runtime is None else [str(runtime), f"-Wl,-rpath,{runtime.parent}"]
+    is_clang = "clang" in _run([compiler, "--version"])
+    if runtime is None or (is_clang and "gomp" in runtime.name):  # Clang's code calls another runtime than GCC's
+        return ["-fopenmp"], ["-fopenmp"]
+    return ["-fopenmp"], [str(runtime), f"-Wl,-rpath,{runtime.parent}"]
+
+
+def _compile(name: str, library: Path) -> None:
+    compiler = _compiler()
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        output = Path(scratch) / library.name
+        if name == _PROBE:
+            _run([compiler, "-O1", "-fPIC", "-shared", str(SOURCE_DIR / "probe.cpp"), "-o", str(output)])
+        else:
+            compile_flags, link_flags = _openmp_flags(compiler)
+            source, unit = str(SOURCE_DIR / "isa.cpp"), str(Path(scratch) / "isa.o")
+            _run([compiler, *_FLAGS, *ISA_FLAGS[name], *compile_flags, f"-DNOVA_ISA={name}", "-c", source, "-o", unit])
+            _run([compiler, "-shared", unit, "-o", str(output), *link_flags])
+        output.replace(library)
+
+
+def _run(command: list[str]) -> str:
+    """Standard output of a compiler call; raises NativeBuildError with its complaint."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeBuildError(f"{command[0]}: {error}") from error
+    if result.returncode != 0:
+        raise NativeBuildError(f"{command[0]} failed: {result.stderr.strip()[-2000:]}")
+    return result.stdout
+
+
+def main() -> None:
+    """Build every instruction set of this architecture and print where they lie."""
+    for name in (_PROBE, *host_isas()):
+        print(library_path(name))
+
+
+if __name__ == "__main__":
+    main()

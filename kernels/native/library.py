@@ -1,0 +1,73 @@
+"""The compiled kernels as Python callables. Knows C types; must not know what the kernels compute."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.native.build import NativeBuildError, library_path, supported_isas
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in src/isa.cpp
+LANES = 16  # columns of a packed panel
+
+_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "pack_linear": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
+    "linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
+    "store_kv": (_POINTER, _INTEGER),
+    "paged_attention": (_POINTER, _INTEGER),
+}
+
+
+class NativeLibrary:
+    """The kernels of one instruction set. Calls release the GIL; the caller keeps every tensor alive and of the right size."""
+
+    def __init__(self, isa: str) -> None:
+        self.isa = isa
+        self._library = ctypes.CDLL(str(library_path(isa)))
+        self.pack_linear = self._function("pack_linear")
+        self.linear = self._function("linear")
+        self.store_kv = self._function("store_kv")
+        self.paged_attention = self._function("paged_attention")
+
+    def _function(self, name: str) -> Callable[..., None]:
+        function = getattr(self._library, f"nova_{self.isa}_{name}")
+        function.argtypes = _SIGNATURES[name]
+        function.restype = None
+        return function  # type: ignore[no-any-return]
+
+
+def load_library(isa: str | None = None) -> NativeLibrary:
+    """The library of `isa`, of $NOVAINFER_CPU_ISA, or the best one here; built first where needed.
+
+    Raises NativeBuildError if it cannot be built or loaded, or if the processor does not have the instruction set.
+    """
+    return _load(isa or os.environ.get("NOVAINFER_CPU_ISA") or None)
+
+
+@functools.cache
+def _load(isa: str | None) -> NativeLibrary:
+    available = supported_isas()
+    chosen = isa or available[0]
+    if chosen not in available:
+        raise NativeBuildError(f"this processor does not run '{chosen}', only {', '.join(available)}")
+    try:
+        return NativeLibrary(chosen)
+    except OSError as error:
+        raise NativeBuildError(f"cannot load the native kernels: {error}") from error
+
+
+def panel_shape(steps: int, columns: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of one packed panel of `steps` x `columns` elements: [steps, columns], bf16 with its steps in pairs."""
+    return (-(-steps // 2), columns, 2) if dtype == torch.bfloat16 else (steps, columns)
+
+
+def last_dim_contiguous(x: Tensor) -> Tensor:
+    """x itself where its last dimension is contiguous in memory, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

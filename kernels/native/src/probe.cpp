@@ -1,0 +1,14 @@
+// The best instruction set of this processor, of those that isa.cpp is compiled for. `kernels.native.build.ISA_FLAGS` has the same names.
+
+extern "C" __attribute__((visibility("default"))) const char* nova_best_isa() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return "portable";
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (!avx512) return "avx2";
+    return __builtin_cpu_supports("avx512bf16") ? "avx512bf16" : "avx512f";
+#else
+    return "portable";
+#endif
+}

@@ -1,0 +1,129 @@
+# mypy: disallow-untyped-decorators=False
+"""The arithmetic that the decode and the prefill kernel share, so that both give a query row the same bits.
+
+The context is cut into chunks of CHUNK tokens at fixed positions. Inside a chunk an online softmax runs over tiles of a
+fixed size; chunks are merged in order. So the order of operations of a row depends on its position alone: neither on the
+batch, nor on how a prompt was chunked, nor on which kernel computed it. Tiles and chunks that a row cannot see change
+none of its bits. The row sums go through `tl.dot` like the outputs, because `tl.sum` adds in an order that depends on how
+the rows are spread over warps. Online softmax: Milakov and Gimelshein, 2018; the split over the context: Flash-Decoding, 2023.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton_launch import next_power_of_2
+
+CHUNK = 256  # tokens; a constant, since the bits depend on it
+
+
+def tile_tokens(head_dim: int, itemsize: int) -> int:
+    """Keys per tile: 16 KiB of keys where that gives 16 to 64 tokens. Part of the order of operations, so a constant of
+    the model."""
+    return min(64, max(16, 16384 // (next_power_of_2(head_dim, 16) * itemsize)))
+
+
+@triton.jit
+def softmax_base(maximum: tl.tensor) -> tl.tensor:
+    """What to subtract before exp2; 0 where nothing has been seen, since -inf - -inf is NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def attend_chunk(
+    query: tl.tensor,  # [ROWS, BLOCK_D]
+    positions: tl.tensor,  # [ROWS] int32: position of each row's query
+    key_head: tl.tensor,  # pointer to this head's keys in block 0
+    value_head: tl.tensor,  # pointer to this head's values in block 0
+    block_row: tl.tensor,  # pointer to [max_blocks] int32: block_table of the sequence
+    first: tl.tensor,  # first position to visit, a multiple of TILE
+    low: tl.tensor,  # positions below were given up (sliding window) and are not read
+    end: tl.tensor,  # positions from here on are not read
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    BLOCK_STRIDE: tl.constexpr,  # elements from one cache block to the next
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 = off
+    HAS_SOFT_CAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> tl.tensor:
+    """Online softmax over positions [first, end) of one chunk.
+
+    Returns (maximum [ROWS] in units of log2, total [ROWS], weighted values [ROWS, BLOCK_D]), all fp32.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    ROWS: tl.constexpr = query.shape[0]
+    BLOCK_D: tl.constexpr = query.shape[1]
+    dtype = query.dtype
+    dims = tl.arange(0, BLOCK_D)
+    tile = tl.arange(0, TILE)
+    in_head = dims < HEAD_DIM
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    sums = tl.zeros([ROWS, 16], tl.float32)  # 16 equal columns: the narrowest matrix that tl.dot takes
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for start in range(first, end, TILE):
+        keys_at = start + tile
+        readable = (keys_at >= low) & (keys_at < end)
+        if BLOCK_SIZE >= TILE:
+            block = tl.load(block_row + start // BLOCK_SIZE).to(tl.int64)
+            slots = block * BLOCK_STRIDE + (start % BLOCK_SIZE + tile) * HEAD_DIM
+        else:
+            blocks = tl.load(block_row + keys_at // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
+            slots = blocks * BLOCK_STRIDE + (keys_at % BLOCK_SIZE) * HEAD_DIM
+        key_mask = in_head[:, None] & readable[None, :]
+        keys = tl.load(key_head + slots[None, :] + dims[:, None], mask=key_mask, other=0.0)
+        value_mask = readable[:, None] & in_head[None, :]
+        values = tl.load(value_head + slots[:, None] + dims[None, :], mask=value_mask, other=0.0)
+        if INTERPRETED:  # the interpreter multiplies the raw bits of bf16 operands
+            query = query.to(tl.float32)
+            keys = keys.to(tl.float32)
+            values = values.to(tl.float32)
+
+        scores = tl.dot(query, keys, input_precision="ieee") * scale
+        if HAS_SOFT_CAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1) holds at both infinities
+            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))
+        visible = readable[None, :] & (keys_at[None, :] <= positions[:, None])
+        if WINDOW > 0:
+            visible = visible & (keys_at[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(visible, scores * LOG2_E, float("-inf"))
+
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        base = softmax_base(new_maximum)
+        kept = tl.exp2(maximum - base)
+        weights = tl.exp2(scores - base[:, None]).to(dtype)
+        ones = tl.full([TILE, 16], 1.0, dtype)
+        if INTERPRETED:
+            weights = weights.to(tl.float32)
+            ones = ones.to(tl.float32)
+        sums = tl.dot(weights, ones, sums * kept[:, None], input_precision="ieee")
+        acc = tl.dot(weights, values, acc * kept[:, None], input_precision="ieee")
+        maximum = new_maximum
+    return maximum, tl.max(sums, axis=1), acc
+
+
+@triton.jit
+def merge_chunk(
+    maximum: tl.tensor, total: tl.tensor, acc: tl.tensor, chunk_max: tl.tensor, chunk_total: tl.tensor, chunk_acc: tl.tensor
+) -> tl.tensor:
+    """Merge the next chunk [rows], [rows], [rows, BLOCK_D] into the state of the chunks before it, of the same shapes.
+
+    The explicit `fma` leaves the compiler no choice of how to contract, which could differ between two kernels.
+    """
+    new_maximum = tl.maximum(maximum, chunk_max)
+    base = softmax_base(new_maximum)
+    kept = tl.exp2(maximum - base)
+    added = tl.exp2(chunk_max - base)
+    total = tl.fma(total, kept, chunk_total * added)
+    kept_rows = tl.broadcast_to(kept[:, None], acc.shape)
+    acc = tl.fma(acc, kept_rows, chunk_acc * added[:, None])
+    return new_maximum, total, acc
+
+
+@triton.jit
+def normalise(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """acc [rows, BLOCK_D] / total [rows]; rows that saw no key become 0."""
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -1,0 +1,176 @@
+"""Attention of longer query runs in Triton: prompts, chunks of prompts, and the paged context before them.
+
+A program takes a tile of neighbouring queries of one sequence and one key/value head; a row of its matrix products is one
+(query token, query head of the group). It visits the chunks and tiles of the context that any of its rows can see, in
+order, with the decode kernel's arithmetic (see `triton_chunk`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.backend import AttentionMetadata, AttentionParams
+from kernels.paged_attention.triton_chunk import CHUNK, attend_chunk, merge_chunk, normalise, tile_tokens
+from kernels.triton_launch import INTERPRETED, next_power_of_2
+
+# Below 64 rows Triton uses the same tensor core instruction as for decode's 16 rows, so both give the same bits; from 64
+# rows on, Hopper's wgmma is faster and may round differently.
+_EXACT_ROWS = 32
+_FAST_ROWS = 64
+
+
+@triton.jit
+def _find_tile(
+    query_start_loc,  # [num_seqs + 1] int32
+    num_seqs,
+    tile_index,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+) -> tl.tensor:
+    """(sequence, first query row within it) of a tile. Sequence i owns tiles from start // BLOCK_Q + i on, which leaves
+    room for one partly filled tile each; surplus tiles start beyond the sequence's last row."""
+    seqs = tl.arange(0, BLOCK_SEQS)
+    first_token = tl.load(query_start_loc)
+    starts = tl.load(query_start_loc + seqs, mask=seqs < num_seqs, other=0)
+    first_tiles = (starts - first_token) // BLOCK_Q + seqs
+    before = (first_tiles <= tile_index) & (seqs < num_seqs)
+    seq = tl.sum(before.to(tl.int32), axis=0) - 1
+    first_tile = tl.max(tl.where(before, first_tiles, 0), axis=0)
+    return seq, (tile_index - first_tile) * BLOCK_Q
+
+
+@triton.jit
+def _prefill_kernel(
+    query,  # [num_tokens, num_heads, head_dim]
+    key_cache,  # [num_blocks, num_kv_heads, block_size, head_dim]
+    value_cache,  # [num_blocks, num_kv_heads, block_size, head_dim]
+    block_table,  # [num_seqs, max_blocks] int32
+    seq_lens,  # [num_seqs] int32
+    query_start_loc,  # [num_seqs + 1] int32, into the rows of query
+    out,  # [num_tokens, num_heads, head_dim]
+    query_stride,
+    query_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    scale,
+    soft_cap,
+    num_seqs,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = ROWS // GROUP_PADDED
+    # The last tiles see the longest contexts: they start first.
+    tile_index = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq, first_row = _find_tile(query_start_loc, num_seqs, tile_index, BLOCK_Q, BLOCK_SEQS)
+    query_start = tl.load(query_start_loc + seq)
+    query_len = tl.load(query_start_loc + seq + 1) - query_start
+    if first_row >= query_len:
+        return
+    seq_len = tl.load(seq_lens + seq)
+    first_position = seq_len - query_len + first_row
+    end = tl.minimum(first_position + BLOCK_Q, seq_len)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(first_position - WINDOW + 1, 0)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    token_rows = first_row + rows // GROUP_PADDED
+    tokens = (query_start + token_rows).to(tl.int64)
+    heads = kv_head * GROUP + rows % GROUP_PADDED
+    mask = ((rows % GROUP_PADDED < GROUP) & (token_rows < query_len))[:, None] & (dims < HEAD_DIM)[None, :]
+    query_at = query + tokens[:, None] * query_stride + heads[:, None] * query_head_stride + dims[None, :]
+    queries = tl.load(query_at, mask=mask, other=0.0)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for chunk in range(low // CHUNK, (end + CHUNK - 1) // CHUNK):
+        chunk_max, chunk_total, chunk_acc = attend_chunk(
+            queries,
+            first_position + rows // GROUP_PADDED,
+            key_cache + kv_head * BLOCK_SIZE * HEAD_DIM,
+            value_cache + kv_head * BLOCK_SIZE * HEAD_DIM,
+            block_table + seq.to(tl.int64) * table_stride,
+            tl.maximum(chunk * CHUNK, low // TILE * TILE),
+            low,
+            tl.minimum(chunk * CHUNK + CHUNK, end),
+            scale,
+            soft_cap,
+            NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            TILE,
+            WINDOW,
+            HAS_SOFT_CAP,
+            INTERPRETED,
+        )
+        maximum, total, acc = merge_chunk(maximum, total, acc, chunk_max, chunk_total, chunk_acc)
+    out_at = out + tokens[:, None] * out_stride + heads[:, None] * out_head_stride + dims[None, :]
+    tl.store(out_at, normalise(acc, total).to(out.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    query: Tensor,
+    caches: tuple[Tensor, Tensor],
+    metadata: AttentionMetadata,
+    params: AttentionParams,
+    out: Tensor,
+    exact: bool,
+) -> None:
+    """Attention of all rows after the first `metadata.num_decodes` of query [T, H, D], into the same rows of out [T, H, D].
+
+    `exact` asks for the bits that the decode kernel would give each row.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = caches[0].shape[1:3]
+    block_table = metadata.block_table[metadata.num_decodes :]
+    num_seqs = block_table.shape[0]
+    group_padded = next_power_of_2(num_heads // num_kv_heads)
+    rows = max(_EXACT_ROWS if exact else _FAST_ROWS, group_padded)
+    num_tiles = (query.shape[0] - metadata.num_decodes) // (rows // group_padded) + num_seqs
+    _prefill_kernel[(num_tiles, num_kv_heads)](
+        query,
+        *caches,
+        block_table,
+        metadata.seq_lens[metadata.num_decodes :],
+        metadata.query_start_loc[metadata.num_decodes :],
+        out,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        block_table.stride(0),
+        params.scale,
+        params.soft_cap or 1.0,
+        num_seqs,
+        GROUP=num_heads // num_kv_heads,
+        GROUP_PADDED=group_padded,
+        ROWS=rows,
+        BLOCK_SEQS=next_power_of_2(num_seqs),
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        BLOCK_D=next_power_of_2(head_dim, 16),
+        TILE=tile_tokens(head_dim, query.element_size()),
+        CHUNK=CHUNK,
+        WINDOW=params.sliding_window or 0,
+        HAS_SOFT_CAP=params.soft_cap is not None,
+        INTERPRETED=INTERPRETED,
+        num_warps=4 if head_dim <= 128 else 8,
+        num_stages=2,
+    )

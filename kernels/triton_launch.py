@@ -1,0 +1,23 @@
+"""What every Triton kernel of ours shares: whether Triton interprets, and rounding of block sizes.
+
+Importing this module imports triton, so only the Triton modules may import it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+
+# Triton reads the variable when a kernel is defined. Interpreted kernels run on CPU tensors through NumPy.
+INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
+
+
+def next_power_of_2(value: int, at_least: int = 1) -> int:
+    """The smallest power of two that is neither below `value` nor below `at_least`."""
+    return max(at_least, int(triton.next_power_of_2(value)))
+
+
+def warps_for(elements: int) -> int:
+    """Warps of a program that works on `elements` at once: 8 elements a thread, 1 to 16 warps."""
+    return min(16, max(1, next_power_of_2(elements) // 256))

@@ -1,0 +1,51 @@
+"""The engine's `Executor` over a worker in the same process: one rank, no socket, no Ray. For the offline `LLM`."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from novainfer.config import ServeConfig
+from novainfer.errors import ConfigError, EngineError
+from novainfer.executor.base import ExecutorInfo
+from novainfer.protocol.step import StepPlan, StepResult
+from workers.worker import Progress, RankPlace, Worker
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    """For callers who do not want to see the loading."""
+
+
+class LocalExecutor:
+    """Plans wait in a queue; `collect` runs the oldest one to its end, on the caller's thread."""
+
+    def __init__(self, config: ServeConfig, *, epoch: int = 0, progress: Progress = _no_progress) -> None:
+        if config.parallel.tensor_parallel_size != 1:
+            raise ConfigError("tensor parallelism needs worker processes; the in-process engine has one rank")
+        place = RankPlace(rank=0, world_size=1, epoch=epoch, init_method="")
+        self._worker: Worker | None = Worker.build(config, place, progress)
+        self._info = self._worker.info
+        self._plans: deque[StepPlan] = deque()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """What the worker can hold."""
+        return self._info
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan. Raises `EngineError` for another epoch's, or when closed."""
+        if self._worker is None:
+            raise EngineError("the executor is closed")
+        if plan.epoch != self._info.epoch:
+            raise EngineError(f"plan of epoch {plan.epoch} for a worker of epoch {self._info.epoch}")
+        self._plans.append(plan)
+
+    def collect(self, timeout: float | None) -> StepResult | None:
+        """Run the oldest plan whatever `timeout` says; None if none is waiting. Raises `EngineError` for a bad plan."""
+        if self._worker is None or not self._plans:
+            return None
+        return self._worker.runner.execute(self._plans.popleft())
+
+    def close(self) -> None:
+        """Drop the worker with its weights and cache (idempotent)."""
+        self._worker = None
+        self._plans.clear()
