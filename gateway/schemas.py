@@ -18,6 +18,7 @@ MAX_MESSAGES = 16_384
 MAX_TOOLS = 256
 
 Name = Annotated[str, Field(max_length=1024)]
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -40,17 +41,17 @@ class GenerationRequest(_Body):
     model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = 1
-    max_tokens: int | None = None
-    min_tokens: int = 0
+    n: Int = 1
+    max_tokens: Int | None = None
+    min_tokens: Int = 0
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: Int | None = None
     logit_bias: dict[str, float] = {}
     allowed_token_ids: list[TokenId] | None = None
     banned_token_ids: list[TokenId] = []
@@ -60,7 +61,7 @@ class GenerationRequest(_Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool = False
     cache_salt: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,128}$")] = ""
@@ -75,9 +76,9 @@ class ChatRequest(GenerationRequest):
     unsupported = frozenset({"echo", "functions", "function_call", "audio", "prediction", "web_search_options"})
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
@@ -96,7 +97,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: Int | None = None
 
 
 class TokenizeRequest(_Body):

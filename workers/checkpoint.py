@@ -51,4 +51,6 @@ def _download(repo: str, revision: str | None) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=DOWNLOAD_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).split("\n")[0]
-        raise UnsupportedModelError(f"'{repo}' is neither a local folder nor a model the hub gave us: {reason}") from error
+        raise UnsupportedModelError(
+            f"'{repo}' is neither a local folder nor a model the hub gave us: {reason}"
+        ) from error

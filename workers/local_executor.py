@@ -8,7 +8,9 @@ from novainfer.config import ServeConfig
 from novainfer.errors import ConfigError, EngineError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.step import StepPlan, StepResult
-from workers.worker import Progress, RankPlace, Worker
+from novainfer.protocol.supervision import FIRST_EPOCH
+from workers.launch import RankPlace
+from workers.worker import Progress, Worker
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -18,7 +20,7 @@ def _no_progress(stage: str, done: int, total: int) -> None:
 class LocalExecutor:
     """Plans wait in a queue; `collect` runs the oldest one to its end, on the caller's thread."""
 
-    def __init__(self, config: ServeConfig, *, epoch: int = 0, progress: Progress = _no_progress) -> None:
+    def __init__(self, config: ServeConfig, *, epoch: int = FIRST_EPOCH, progress: Progress = _no_progress) -> None:
         if config.parallel.tensor_parallel_size != 1:
             raise ConfigError("tensor parallelism needs worker processes; the in-process engine has one rank")
         place = RankPlace(rank=0, world_size=1, epoch=epoch, init_method="")

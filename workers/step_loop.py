@@ -6,18 +6,15 @@ the supervisor hears about start, progress, readiness and faults over a one-way 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import deque
-from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
 import setproctitle
 import zmq
 
-from novainfer.config import ServeConfig
 from novainfer.errors import EngineError
 from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, WorkerFault, WorkerHello
 from novainfer.protocol.supervision import (
@@ -28,48 +25,14 @@ from novainfer.protocol.supervision import (
     ChildStarted,
     LoadProgress,
 )
-from novainfer.transport.addresses import CurveKeys, Endpoint
 from novainfer.transport.channel import connect_dealer, connect_push
+from workers.launch import RankLaunch, RankPlace
 from workers.model_runner import PendingStep
-from workers.worker import RankPlace, Worker
+from workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 _LAST_WORD_LINGER_MS = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLaunch:
-    """All that a rank's process is told; travels as JSON."""
-
-    config: ServeConfig
-    replica: int
-    place: RankPlace
-    scheduler: Endpoint  # the worker socket of scheduler `replica`
-    supervisor: Endpoint | None  # None: nobody listens
-
-    def to_json(self) -> str:
-        """`from_json` gives an equal object."""
-        return json.dumps(
-            {
-                "config": self.config.to_json(),
-                "replica": self.replica,
-                "place": asdict(self.place),
-                "scheduler": asdict(self.scheduler),
-                "supervisor": None if self.supervisor is None else asdict(self.supervisor),
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> RankLaunch:
-        data = json.loads(text)
-        return cls(
-            config=ServeConfig.from_json(data["config"]),
-            replica=data["replica"],
-            place=RankPlace(**data["place"]),
-            scheduler=_endpoint(data["scheduler"]),
-            supervisor=None if data["supervisor"] is None else _endpoint(data["supervisor"]),
-        )
 
 
 def run_rank(launch: RankLaunch) -> None:
@@ -176,8 +139,3 @@ def _hello(worker: Worker, place: RankPlace) -> WorkerHello:
         max_model_len=info.max_model_len,
         max_num_seqs=info.max_num_seqs,
     )
-
-
-def _endpoint(data: dict[str, Any]) -> Endpoint:
-    curve = data["curve"]
-    return Endpoint(data["address"], None if curve is None else CurveKeys(**curve))

@@ -96,7 +96,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         return files
     path = folder / SINGLE_FILE
     if not path.is_file():
-        raise UnsupportedModelError(f"'{folder}' has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are supported")
+        raise UnsupportedModelError(
+            f"'{folder}' has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are supported"
+        )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return dict.fromkeys(file.keys(), path)

@@ -18,6 +18,7 @@ from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.step import NewRow, StepPlan
 from novainfer.sampling.params import SamplingParams
 from workers.kv_cache import CacheSize, KVCache, block_bytes, cpu_budget, fit_cache, gpu_budget, resolve_max_model_len
+from workers.launch import RankPlace
 from workers.model_runner import ModelRunner
 from workers.models.base import CausalLM
 from workers.models.loader import load_model
@@ -31,16 +32,6 @@ STAGE_KV_CACHE = "kv cache"
 STAGE_WARM_UP = "warm-up"
 _WARM_UP_TOKENS = 32
 _SAMPLING_COPIES = 4  # of the largest step's float32 logits, live at once: raw, processed, log-probabilities, noise
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
-    """Which rank of which group."""
-
-    rank: int
-    world_size: int
-    epoch: int
-    init_method: str  # where the ranks meet, see `TensorParallel.init`; unused with one rank
 
 
 @dataclass(frozen=True, slots=True)

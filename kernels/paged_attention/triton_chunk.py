@@ -1,11 +1,12 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 """The arithmetic that the decode and the prefill kernel share, so that both give a query row the same bits.
 
-The context is cut into chunks of CHUNK tokens at fixed positions. Inside a chunk an online softmax runs over tiles of a
-fixed size; chunks are merged in order. So the order of operations of a row depends on its position alone: neither on the
-batch, nor on how a prompt was chunked, nor on which kernel computed it. Tiles and chunks that a row cannot see change
-none of its bits. The row sums go through `tl.dot` like the outputs, because `tl.sum` adds in an order that depends on how
-the rows are spread over warps. Online softmax: Milakov and Gimelshein, 2018; the split over the context: Flash-Decoding, 2023.
+The context is cut into chunks of CHUNK tokens at fixed positions. Inside a chunk an online softmax runs over tiles
+of a fixed size; chunks are merged in order. So the order of operations of a row depends on its position alone:
+neither on the batch, nor on how a prompt was chunked, nor on which kernel computed it. Tiles and chunks that a row
+cannot see change none of its bits. The row sums go through `tl.dot` like the outputs, because `tl.sum` adds in an
+order that depends on how the rows are spread over warps. Online softmax: Milakov and Gimelshein, 2018; the split
+over the context: Flash-Decoding, 2023.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ def tile_tokens(head_dim: int, itemsize: int) -> int:
 
 
 @triton.jit
-def softmax_base(maximum: tl.tensor) -> tl.tensor:
+def softmax_base(maximum):
     """What to subtract before exp2; 0 where nothing has been seen, since -inf - -inf is NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
 def attend_chunk(
-    query: tl.tensor,  # [ROWS, BLOCK_D]
-    positions: tl.tensor,  # [ROWS] int32: position of each row's query
-    key_head: tl.tensor,  # pointer to this head's keys in block 0
-    value_head: tl.tensor,  # pointer to this head's values in block 0
-    block_row: tl.tensor,  # pointer to [max_blocks] int32: block_table of the sequence
-    first: tl.tensor,  # first position to visit, a multiple of TILE
-    low: tl.tensor,  # positions below were given up (sliding window) and are not read
-    end: tl.tensor,  # positions from here on are not read
-    scale: tl.tensor,
-    soft_cap: tl.tensor,
+    query,  # [ROWS, BLOCK_D]
+    positions,  # [ROWS] int32: position of each row's query
+    key_head,  # pointer to this head's keys in block 0
+    value_head,  # pointer to this head's values in block 0
+    block_row,  # pointer to [max_blocks] int32: block_table of the sequence
+    first,  # first position to visit, a multiple of TILE
+    low,  # positions below were given up (sliding window) and are not read
+    end,  # positions from here on are not read
+    scale,
+    soft_cap,
     BLOCK_STRIDE: tl.constexpr,  # elements from one cache block to the next
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -49,7 +50,7 @@ def attend_chunk(
     WINDOW: tl.constexpr,  # 0 = off
     HAS_SOFT_CAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
-) -> tl.tensor:
+):
     """Online softmax over positions [first, end) of one chunk.
 
     Returns (maximum [ROWS] in units of log2, total [ROWS], weighted values [ROWS, BLOCK_D]), all fp32.
@@ -106,9 +107,7 @@ def attend_chunk(
 
 
 @triton.jit
-def merge_chunk(
-    maximum: tl.tensor, total: tl.tensor, acc: tl.tensor, chunk_max: tl.tensor, chunk_total: tl.tensor, chunk_acc: tl.tensor
-) -> tl.tensor:
+def merge_chunk(maximum, total, acc, chunk_max, chunk_total, chunk_acc):
     """Merge the next chunk [rows], [rows], [rows, BLOCK_D] into the state of the chunks before it, of the same shapes.
 
     The explicit `fma` leaves the compiler no choice of how to contract, which could differ between two kernels.
@@ -124,6 +123,6 @@ def merge_chunk(
 
 
 @triton.jit
-def normalise(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
+def normalise(acc, total):
     """acc [rows, BLOCK_D] / total [rows]; rows that saw no key become 0."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Decode attention in Triton: one query row per sequence, the context split over programs.
 
 A program takes one chunk of one sequence and one key/value head, with the query heads of that group as rows of its
@@ -136,9 +137,14 @@ def _merge_kernel(
 
 
 def decode_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, params: AttentionParams, out: Tensor
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    params: AttentionParams,
+    out: Tensor,
 ) -> None:
-    """Attention of the first `metadata.num_decodes` rows of query [T, H, D], written into the same rows of out [T, H, D]."""
+    """Attention of the first `metadata.num_decodes` rows of query [T, H, D], into the same rows of out [T, H, D]."""
     num_heads, head_dim = query.shape[1:]
     window = params.sliding_window or 0
     max_chunks = triton.cdiv(metadata.max_seq_len, CHUNK)
@@ -160,7 +166,7 @@ def _launch(
     out: Tensor,
     max_chunks: int,
 ) -> None:
-    """Both kernels over the rows given. The grid depends on host integers alone, so that it can be captured in a graph."""
+    """Both kernels over the rows given. The grids depend on host integers alone, so a graph can capture them."""
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads, block_size = caches[0].shape[1:3]
     block_table, seq_lens = tables
@@ -197,6 +203,7 @@ def _launch(
         HAS_SOFT_CAP=params.soft_cap is not None,
         INTERPRETED=INTERPRETED,
         num_warps=4,
+        enable_fp_fusion=False,
         num_stages=3,
     )
     if max_chunks > 1:
@@ -214,4 +221,5 @@ def _launch(
             CHUNK=CHUNK,
             WINDOW=window,
             num_warps=1,
+            enable_fp_fusion=False,
         )

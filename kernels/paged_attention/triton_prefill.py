@@ -1,8 +1,9 @@
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Attention of longer query runs in Triton: prompts, chunks of prompts, and the paged context before them.
 
-A program takes a tile of neighbouring queries of one sequence and one key/value head; a row of its matrix products is one
-(query token, query head of the group). It visits the chunks and tiles of the context that any of its rows can see, in
-order, with the decode kernel's arithmetic (see `triton_chunk`).
+A program takes a tile of neighbouring queries of one sequence and one key/value head; a row of its matrix products
+is one (query token, query head of the group). It visits the chunks and tiles of the context that any of its rows
+can see, in order, with the decode kernel's arithmetic (see `triton_chunk`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kernels.backend import AttentionMetadata, AttentionParams
 from kernels.paged_attention.triton_chunk import CHUNK, attend_chunk, merge_chunk, normalise, tile_tokens
 from kernels.triton_launch import INTERPRETED, next_power_of_2
 
-# Below 64 rows Triton uses the same tensor core instruction as for decode's 16 rows, so both give the same bits; from 64
+# Below 64 rows Triton uses the tensor core instruction of decode's 16 rows, so both give the same bits; from 64
 # rows on, Hopper's wgmma is faster and may round differently.
 _EXACT_ROWS = 32
 _FAST_ROWS = 64
@@ -28,7 +29,7 @@ def _find_tile(
     tile_index,
     BLOCK_Q: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
-) -> tl.tensor:
+):
     """(sequence, first query row within it) of a tile. Sequence i owns tiles from start // BLOCK_Q + i on, which leaves
     room for one partly filled tile each; surplus tiles start beyond the sequence's last row."""
     seqs = tl.arange(0, BLOCK_SEQS)
@@ -132,7 +133,8 @@ def prefill_attention(
     out: Tensor,
     exact: bool,
 ) -> None:
-    """Attention of all rows after the first `metadata.num_decodes` of query [T, H, D], into the same rows of out [T, H, D].
+    """Attention of all rows after the first `metadata.num_decodes` of query [T, H, D], into the same rows of out
+    [T, H, D].
 
     `exact` asks for the bits that the decode kernel would give each row.
     """
@@ -172,5 +174,6 @@ def prefill_attention(
         HAS_SOFT_CAP=params.soft_cap is not None,
         INTERPRETED=INTERPRETED,
         num_warps=4 if head_dim <= 128 else 8,
+        enable_fp_fusion=False,
         num_stages=2,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.checks import check_rotary
@@ -18,5 +19,5 @@ def rotary(
     cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)  # each [num_tokens, 1, half]
     for heads in (query, key):
         first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        heads[..., :half] = (first * cos - second * sin).to(heads.dtype)
-        heads[..., half : 2 * half] = (second * cos + first * sin).to(heads.dtype)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        heads[..., : 2 * half] = rotated.to(heads.dtype)

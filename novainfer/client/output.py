@@ -52,11 +52,18 @@ class ChoiceOutput:
     """Text, counts and end of one choice.
 
     After `push` returned a `finish_reason` that the engine did not send (`ended_here`), the caller must cancel the
-    choice at the engine; later tokens of it are ignored.
+    choice at the engine; later tokens of it are ignored. after_prompt: see `Detokenizer`. text_offset: characters
+    that stand before the output where offsets are counted from (an echoed prompt).
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, choice: int = 0, *, after_prompt: bool = False
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        choice: int = 0,
+        *,
+        after_prompt: bool = False,
+        text_offset: int = 0,
     ) -> None:
         self.choice = choice
         self.num_tokens = 0  # sampled ids seen, including the one that ended the choice
@@ -68,7 +75,7 @@ class ChoiceOutput:
             tokenizer, skip_special_tokens=params.skip_special_tokens, after_prompt=after_prompt
         )
         self._stop = StopMatcher(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
-        self._text_length = 0
+        self._text_length = text_offset
 
     def push(self, output: TokenOutput) -> ChoiceDelta:
         """Take the next tokens of this choice."""
@@ -144,7 +151,7 @@ def describe_prompt(
 ) -> list[TokenLogprob | None]:
     """Prompt log-probabilities, one per token; the first token has none. `entries`: those of tokens 1, 2, ..."""
     described: list[TokenLogprob | None] = [None]
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer)
     offset = len(detokenizer.feed(prompt_token_ids[:1]))
     for token_id, entry in zip(prompt_token_ids[1:], entries, strict=True):
         described.append(describe_logprobs(tokenizer, entry, offset))

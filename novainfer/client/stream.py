@@ -40,24 +40,37 @@ class RequestStream:
 
     async def __anext__(self) -> StreamItem:
         await self.wait()
+        if self._order:
+            return self._next()
         if self._error is not None:
             raise self._error
-        if not self._order:
-            raise StopAsyncIteration
-        key = self._order.popleft()
-        item = _merge(self._pending.pop(key))
-        if isinstance(item, TokenOutput) and item.finish_reason == FINISH_ERROR:
-            raise EngineError(item.error or "The engine failed on this request.")
-        return item
+        raise StopAsyncIteration
+
+    def take_ready(self) -> list[StreamItem]:
+        """All that can be had without waiting; raises as iterating does, [] when nothing is there."""
+        if not self._order and self._error is not None:
+            raise self._error
+        return [self._next() for _ in range(len(self._order))]
+
+    @property
+    def finished(self) -> bool:
+        """Everything was read and nothing follows."""
+        return not self._order and not self._live and self._error is None
 
     async def wait(self) -> None:
-        """Return once `__anext__` would not block."""
+        """Return once something can be taken, or the stream has ended."""
         while not self._order and self._error is None and self._live:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def _next(self) -> StreamItem:
+        item = _merge(self._pending.pop(self._order.popleft()))
+        if isinstance(item, TokenOutput) and item.finish_reason == FINISH_ERROR:
+            raise EngineError(item.error or "The engine failed on this request.")
+        return item
 
     def push(self, item: StreamItem) -> None:
         """Add an output (the client's reader task)."""

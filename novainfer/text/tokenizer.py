@@ -6,6 +6,7 @@ Immutable after loading and safe to use from several threads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,4 +153,5 @@ def _generation_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     """The model's sampling defaults; with do_sample false its temperature and the like mean nothing."""
     names = ("repetition_penalty",) if generation.get("do_sample") is False else _GENERATION_DEFAULTS
     values = {name: generation.get(name) for name in names}
-    return {n: v for n, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    numbers = {n: v for n, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return {n: int(v) if n == "top_k" else float(v) for n, v in numbers.items() if math.isfinite(v)}

@@ -66,7 +66,9 @@ _FAMILIES: dict[str, Family] = {
     "qwen2_yarn": Family("qwen2", _rope("yarn", factor=4.0, original_max_position_embeddings=128)),
     "qwen3": Family("qwen3", {"head_dim": 32}),
     "mistral": Family("mistral", {"sliding_window": 12, "num_key_value_heads": 1}),
-    "gemma2": Family("gemma2", {**_LAYERS_4, "head_dim": 32, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
+    "gemma2": Family(
+        "gemma2", {**_LAYERS_4, "head_dim": 32, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}
+    ),
     "gemma3": Family(
         "gemma3_text",
         {

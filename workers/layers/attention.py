@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kernels.backend import AttentionParams, KernelBackend
@@ -68,7 +69,8 @@ class Attention:
         """x [T, hidden], positions [T] -> [T, hidden]; writes this step's keys and values into kv_cache."""
         shard, head_dim = self._shard, self._head_dim
         heads = self._qkv(x).view(x.shape[0], shard.num_heads + 2 * shard.num_kv_heads, head_dim)
-        query, key, value = heads.split([shard.num_heads, shard.num_kv_heads, shard.num_kv_heads], dim=1)
+        sizes = [shard.num_heads, shard.num_kv_heads, shard.num_kv_heads]
+        query, key, value = torch.split(heads, sizes, dim=1)
         if self._query_norm is not None and self._key_norm is not None:
             query, key = self._query_norm(query), self._key_norm(key)
         self._kernels.rotary(query, key, positions, self._cos_sin)

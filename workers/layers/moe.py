@@ -48,7 +48,7 @@ class MixtureOfExperts:
         """x [T, hidden] -> [T, hidden]."""
         weights, chosen = self._route(x)
         total = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():  # ascending
+        for expert in torch.unique(chosen).tolist():  # ascending
             tokens, ranks = torch.where(chosen == expert)
             result = self._experts[expert](x[tokens]) * weights[tokens, ranks].unsqueeze(1)
             total[tokens] += result.to(total.dtype)

@@ -24,18 +24,12 @@ class Decoder:
         self.num_local_kv_heads = HeadShard.of(spec, build.tp).num_kv_heads
         embedding_rows = load_vocab_rows(build, f"{spec.prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self._embedding = VocabEmbedding(embedding_rows, build.tp, spec.embedding_multiplier)
-        tables = {
-            rotary: rotary_table(rotary, max_position, spec.dtype, build.device) for rotary in set(spec.rotaries)
-        }
+        tables = {rotary: rotary_table(rotary, max_position, spec.dtype, build.device) for rotary in set(spec.rotaries)}
         self._layers = [
             DecoderLayer(build, spec, layer, tables[spec.rotaries[layer]]) for layer in range(spec.num_layers)
         ]
         self._norm = _norm(build, spec, f"{spec.prefix}norm")
-        if spec.tie_word_embeddings:
-            head_rows = embedding_rows
-        else:
-            head_rows = load_vocab_rows(build, f"{spec.lm_head}.weight", spec.vocab_size, spec.hidden_size)
-        self._head = VocabProjection(build.kernels.pack_linear(head_rows), build.tp, spec.vocab_size)
+        self._head = _load_head(build, spec, embedding_rows)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
         """input_ids, positions [T] -> hidden states [T, hidden] after the final norm."""
@@ -93,6 +87,16 @@ class DecoderLayer:
         if norm is not None:
             update = norm(update)
         return update if self._residual_multiplier == 1.0 else update * self._residual_multiplier
+
+
+def _load_head(build: LayerBuilder, spec: DecoderSpec, embedding_rows: Tensor) -> VocabProjection:
+    """The vocabulary projection; like transformers, a tied one that the checkpoint stores anyway is taken from there."""
+    name = f"{spec.lm_head}.weight"
+    rows = embedding_rows
+    if not spec.tie_word_embeddings or name in build.weights:
+        stored = load_vocab_rows(build, name, spec.vocab_size, spec.hidden_size)
+        rows = embedding_rows if torch.equal(stored, embedding_rows) else stored
+    return VocabProjection(build.kernels.pack_linear(rows), build.tp, spec.vocab_size)
 
 
 def _next_input(norm: RmsNorm | None, residual: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:

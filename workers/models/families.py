@@ -35,16 +35,13 @@ class FamilyInput:
     serve_length: int | None  # longest sequence asked for, in tokens
 
 
-def decoder_spec(config: Any, dtype: torch.dtype, serve_length: int | None = None) -> DecoderSpec | None:
-    """The spec of a family that we know, None for all others.
+def decoder_spec(config: Any, dtype: torch.dtype, serve_length: int | None = None) -> DecoderSpec:
+    """The spec of a config whose model_type is in `FAMILIES`.
 
-    Raises `UnsupportedModelError` if the family is known but this config asks for something that the decoder cannot do.
+    Raises `UnsupportedModelError` if it asks for something that the decoder cannot do.
     """
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        return None
     text_config = config.get_text_config() if config.model_type == "gemma3" else config
-    return family(FamilyInput(text_config, dtype, serve_length))
+    return FAMILIES[config.model_type](FamilyInput(text_config, dtype, serve_length))
 
 
 def _llama(given: FamilyInput) -> DecoderSpec:
@@ -228,7 +225,8 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _same_window(given: FamilyInput) -> tuple[int | None, ...]:
-    return (given.config.sliding_window,) * given.config.num_hidden_layers
+    window: int | None = given.config.sliding_window
+    return tuple(window for _ in range(given.config.num_hidden_layers))
 
 
 def _layer_windows(given: FamilyInput) -> tuple[int | None, ...]:
@@ -256,6 +254,7 @@ def _rotary(given: FamilyInput, rope_parameters: dict[str, Any], head_dim: int) 
         return rotary_spec(parameters, head_dim, c.max_position_embeddings, given.serve_length)
 
     if not _is_per_layer_type(rope_parameters):
-        return (spec(rope_parameters),) * c.num_hidden_layers
+        one = spec(rope_parameters)
+        return tuple(one for _ in range(c.num_hidden_layers))
     by_type = {name: spec(parameters) for name, parameters in rope_parameters.items() if parameters}
     return tuple(by_type[layer_type] for layer_type in _layer_types(c))

@@ -15,7 +15,7 @@ from workers.layers.build import LayerBuilder
 from workers.models.base import CausalLM
 from workers.models.decoder import Decoder
 from workers.models.families import FAMILIES, decoder_spec
-from workers.models.spec import DecoderSpec
+from workers.models.spec import DecoderSpec, ModelSpec
 from workers.tensor_parallel import TensorParallel
 from workers.weights import Progress, WeightReader
 
@@ -43,13 +43,19 @@ def load_model(
         raise UnsupportedModelError(
             f"there is no native decoder for '{hf_config.model_type}', only for {', '.join(sorted(FAMILIES))}"
         )
-    spec = decoder_spec(hf_config, dtype, config.max_model_len)
-    if spec is None or config.model_backend == "transformers":
-        from workers.models.transformers_backend import load_transformers_model
+    if native and config.model_backend != "transformers":
+        build = LayerBuilder(WeightReader(folder, progress), tp, kernels, dtype, device)
+        return _load_decoder(build, decoder_spec(hf_config, dtype, config.max_model_len), config.max_model_len)
+    if tp.world_size > 1:
+        raise UnsupportedModelError(
+            f"'{hf_config.model_type}' runs through transformers' own code, which is not split over ranks here: "
+            f"use tensor_parallel_size 1"
+        )
+    from workers.models.transformers_backend import load_transformers_model
 
-        return load_transformers_model(folder, hf_config, dtype, config, tp=tp, kernels=kernels, device=device)
-    build = LayerBuilder(WeightReader(folder, progress), tp, kernels, dtype, device)
-    return _load_decoder(build, spec, config.max_model_len)
+    model = load_transformers_model(folder, hf_config, config, dtype, kernels, device)
+    check_length(config.max_model_len, model.spec)
+    return model
 
 
 def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -66,14 +72,18 @@ def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _load_decoder(build: LayerBuilder, spec: DecoderSpec, max_model_len: int | None) -> Decoder:
+    check_length(max_model_len, spec)
+    model = Decoder(build, spec, max_model_len or spec.max_position)
+    build.weights.finish(spec.ignored_prefixes, IGNORED_SUFFIXES)
+    return model
+
+
+def check_length(max_model_len: int | None, spec: ModelSpec) -> None:
+    """Raises `UnsupportedModelError` if longer sequences are asked for than the model can take."""
     if max_model_len is not None and max_model_len > spec.max_position:
         raise UnsupportedModelError(
             f"max_model_len {max_model_len} is above the model's own limit of {spec.max_position} tokens"
         )
-    model = Decoder(build, spec, max_model_len or spec.max_position)
-    tied = (f"{spec.lm_head}.weight",) if spec.tie_word_embeddings else ()
-    build.weights.finish(spec.ignored_prefixes, (*IGNORED_SUFFIXES, *tied))
-    return model
 
 
 def _dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:

@@ -24,7 +24,11 @@ UNSCALED = ("default", "dynamic")
 
 
 def rotary_spec(
-    parameters: Mapping[str, Any], head_dim: int, max_position: int, serve_length: int | None, round_to_dtype: bool = True
+    parameters: Mapping[str, Any],
+    head_dim: int,
+    max_position: int,
+    serve_length: int | None,
+    round_to_dtype: bool = True,
 ) -> RotarySpec:
     """The embedding that transformers' `rope_parameters` of one layer type describe.
 

@@ -83,7 +83,9 @@ class DecoderSpec(ModelSpec):
     norms: NormNames = NormNames()
     attention_scale: float
     attention_soft_cap: float | None = None
-    qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm of queries and keys: per head, or over all heads at once
+    qk_norm: Literal["none", "head", "full"] = (
+        "none"  # RMSNorm of queries and keys: per head, or over all heads at once
+    )
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -1,0 +1,71 @@
+"""The demo model's configuration, and its files in Hugging Face format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bench.demo_model.tokenizer import END_OF_TEXT, MAX_LENGTH, TURN_END, VOCAB_SIZE, save_tokenizer
+
+# 4,657,152 parameters, 9.3 MB in bfloat16.
+ARCHITECTURE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": MAX_LENGTH,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+ROPE_THETA = 10000.0
+
+
+def new_model(seed: int) -> Qwen3ForCausalLM:
+    """A freshly initialised model in fp32."""
+    torch.manual_seed(seed)
+    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    config = Qwen3Config(**ARCHITECTURE, rope_parameters=rope, attn_implementation="sdpa")
+    config.use_cache = False
+    return Qwen3ForCausalLM(config)
+
+
+def save_model(model: Qwen3ForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the checkpoint: weights rounded to bfloat16, configuration, tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: value.detach().to(torch.bfloat16).contiguous()
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to the embedding
+    }
+    save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    ends = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **ARCHITECTURE,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "bos_token_id": None,
+        "eos_token_id": ends[0],
+        "pad_token_id": ends[1],
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    }
+    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": False}
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    save_tokenizer(tokenizer, directory)

@@ -1,0 +1,175 @@
+"""The live part of one HTTP request: its prompts with their choices, from the engine's tokens to text.
+
+Choices are numbered over all prompts: number = prompt * n + choice, the `index` that clients see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive
+
+from gateway.body import ClientGone
+from gateway.metrics import GatewayMetrics
+from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, TokenText, describe_prompt, describe_token
+from novainfer.client.stream import RequestStream
+from novainfer.protocol.messages import FINISH_CANCELLED, Logprobs, PromptLogprobs, TokenOutput
+from novainfer.sampling.params import SamplingParams
+from novainfer.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class PromptState:
+    """One prompt. `echo` is its text where the answer repeats it."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    echo: str = ""
+    num_cached_tokens: int = 0
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+
+class Generation:
+    """Turns the outputs of a `RequestStream` into deltas and counts. Close it in the end.
+
+    `started`: when the HTTP request came, on the `time.perf_counter` clock.
+    """
+
+    def __init__(
+        self,
+        prompts: list[PromptState],
+        stream: RequestStream,
+        tokenizer: Tokenizer,
+        metrics: GatewayMetrics,
+        *,
+        started: float,
+        after_prompt: bool,
+    ) -> None:
+        self.prompts = prompts
+        self.client_gone = False
+        self._stream = stream
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._started = started
+        self._n = prompts[0].params.n
+        self._prompt_of = {prompt.request_id: number for number, prompt in enumerate(prompts)}
+        self.outputs = [
+            ChoiceOutput(
+                tokenizer, prompt.params, p * self._n + c, after_prompt=after_prompt, text_offset=len(prompt.echo)
+            )
+            for p, prompt in enumerate(prompts)
+            for c in range(self._n)
+        ]
+        self._last_token_at = [0.0] * len(self.outputs)
+        self._watcher: asyncio.Task[None] | None = None
+
+    def watch(self, receive: Receive) -> None:
+        """From now on a client that goes away cancels everything."""
+        self._watcher = asyncio.create_task(self._watch(receive))
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.client_gone = True
+        self._stream.close()
+
+    async def wait(self) -> None:
+        """Return once `take` has something, or everything has ended."""
+        await self._stream.wait()
+
+    @property
+    def finished(self) -> bool:
+        """Every delta was taken."""
+        return self._stream.finished
+
+    def take(self) -> list[ChoiceDelta]:
+        """The deltas that are ready. Raises what ended the generation early, `ClientGone` among that."""
+        if self.client_gone:
+            raise ClientGone
+        deltas = [self._apply(item) for item in self._stream.take_ready()]
+        return [delta for delta in deltas if delta is not None]
+
+    async def collect(self) -> list[ChoiceDelta]:
+        """Wait for the end; one delta per choice, holding all of it."""
+        whole = [ChoiceDelta(output.choice) for output in self.outputs]
+        texts: list[list[str]] = [[] for _ in whole]
+        while not self.finished:
+            await self.wait()
+            for delta in self.take():
+                texts[delta.choice].append(delta.text)
+                sum_ = whole[delta.choice]
+                sum_.token_ids += delta.token_ids
+                sum_.logprobs += delta.logprobs
+                sum_.finish_reason, sum_.stop_reason = delta.finish_reason, delta.stop_reason
+        for sum_, parts in zip(whole, texts, strict=True):
+            sum_.text = "".join(parts)
+        if self.client_gone:
+            raise ClientGone
+        return whole
+
+    def prompt_of(self, choice: int) -> PromptState:
+        """The prompt that a choice belongs to."""
+        return self.prompts[choice // self._n]
+
+    def prompt_logprobs(self, prompt: PromptState) -> list[TokenLogprob | None]:
+        """Those of one prompt, complete once its first output token has come."""
+        return describe_prompt(self._tokenizer, prompt.token_ids, prompt.logprobs)
+
+    def first_token(self, prompt: PromptState) -> TokenText:
+        """The prompt's first token, which has no log-probability."""
+        return describe_token(self._tokenizer, prompt.token_ids[0])
+
+    def usage(self) -> dict[str, Any]:
+        """Counts so far: sampled ids, whether or not they became text."""
+        prompt = sum(len(p.token_ids) for p in self.prompts)
+        completion = sum(output.num_tokens for output in self.outputs)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(p.num_cached_tokens for p in self.prompts)},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+    def cancel(self) -> None:
+        """End every choice with the finish reason 'cancelled'."""
+        self._stream.close()
+
+    def close(self) -> None:
+        """Free what is held in the engine and stop watching the client. Idempotent."""
+        self._stream.close()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if all(output.finish_reason not in (None, FINISH_CANCELLED) for output in self.outputs):
+            self._metrics.whole.observe(time.perf_counter() - self._started)
+
+    def _apply(self, item: TokenOutput | PromptLogprobs) -> ChoiceDelta | None:
+        number = self._prompt_of[item.request_id]
+        prompt = self.prompts[number]
+        if isinstance(item, PromptLogprobs):
+            prompt.logprobs += item.entries
+            return None
+        prompt.num_cached_tokens = max(prompt.num_cached_tokens, item.num_cached_tokens)
+        output = self.outputs[number * self._n + item.choice]
+        if output.finish_reason is not None:
+            return None  # ended by a stop string; this is the engine's answer to our cancel
+        delta = output.push(item)
+        self._measure(output.choice, len(delta.token_ids))
+        if output.ended_here:
+            self._stream.cancel(item.request_id, item.choice)
+        return delta
+
+    def _measure(self, choice: int, count: int) -> None:
+        if not count:
+            return
+        now, last = time.perf_counter(), self._last_token_at[choice]
+        self._last_token_at[choice] = now
+        if not last:
+            self._metrics.first_token.observe(now - self._started)
+            return
+        for _ in range(count):
+            self._metrics.between_tokens.observe((now - last) / count)

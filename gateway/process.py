@@ -1,0 +1,219 @@
+"""A gateway process: `python -m gateway.process --run-dir DIR --index I`.
+
+It listens at once (`/readyz` says 503 until the engine is ready), reports to the supervisor, drains on SIGTERM and
+exits 0; it dies with its parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import uvicorn
+import zmq
+from setproctitle import setproctitle
+
+from gateway.app import create_app
+from gateway.auth import KeyRing
+from gateway.service import GatewayService
+from novainfer.client.engine_client import EngineClient
+from novainfer.config import ServeConfig, ServerConfig
+from novainfer.errors import ConfigError, EngineError
+from novainfer.protocol.supervision import ROLE_GATEWAY, SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted
+from novainfer.transport.addresses import RunDir
+from novainfer.transport.channel import connect_push
+from novainfer.transport.parent import die_with_parent
+
+log = logging.getLogger("gateway")
+
+KEEP_ALIVE_TIMEOUT = 75  # seconds; above the usual 60 of a load balancer, so that it is the one to close
+_LAST_WORDS_SECONDS = 2.0  # for error events to reach their clients after the drain timeout
+_BACKLOG = 2048
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn, except that SIGTERM drains first: the port stays open and answers 503 while streams finish."""
+
+    def __init__(self, config: uvicorn.Config, service: GatewayService, drain_timeout: float) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain_timeout = drain_timeout
+        self._drain_task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Run until drained."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM: drain; once more: leave now. Not kept for re-raising, so the exit code is 0.
+
+        Ctrl-C reaches the whole process group; what it means the supervisor decides.
+        """
+        if self._loop is not None and sig != signal.SIGINT:
+            self._loop.call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self) -> None:
+        """Refuse what is new, then stop when the rest has ended. A second call stops at once."""
+        if self._drain_task is None:
+            self._drain_task = asyncio.ensure_future(self._drain())
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def _drain(self) -> None:
+        limits = self._service.limits
+        limits.draining = True
+        log.info("draining: %d live requests", limits.num_live)
+        await self._until_idle(self._drain_timeout)
+        if limits.num_live:
+            self._service.client.fail_all(EngineError("The server is shutting down."), tell_engine=True)
+            await self._until_idle(_LAST_WORDS_SECONDS)
+        self.should_exit = True
+
+    async def _until_idle(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self._service.limits.num_live and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+
+def build_server(
+    service: GatewayService, keys: KeyRing, *, drain_timeout: float, log_level: str = "info"
+) -> GatewayServer:
+    """The HTTP server around a service; needs a bound socket to serve on."""
+    config = uvicorn.Config(
+        create_app(service, keys),
+        http=_http_protocol(),
+        loop="auto",
+        ws="none",
+        lifespan="on",
+        log_level=log_level,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
+        timeout_graceful_shutdown=int(_LAST_WORDS_SECONDS),
+        backlog=_BACKLOG,
+    )
+    return GatewayServer(config, service, drain_timeout)
+
+
+def _http_protocol() -> Any:
+    """Ours where httptools is there, else uvicorn's h11, which bounds the size of headers itself."""
+    if importlib.util.find_spec("httptools") is None:
+        return "h11"
+    from gateway.connection import BoundedHttpProtocol  # imports httptools
+
+    return BoundedHttpProtocol
+
+
+def bind_http(config: ServerConfig, *, port: int | None = None) -> socket.socket:
+    """The listening socket. Several gateways share one port, and the kernel deals the connections out.
+
+    Raises `ConfigError` when the address cannot be had.
+    """
+    wanted = config.port if port is None else port
+    family, kind, proto, _, address = socket.getaddrinfo(
+        config.host, wanted, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if config.num_gateways > 1:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {config.host}:{wanted}: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+class Reporter:
+    """Tells the supervisor."""
+
+    def __init__(self, run_dir: RunDir, index: int) -> None:
+        self.index = index
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = connect_push(self._context, run_dir.supervisor())
+
+    def send(self, message: object) -> None:
+        """Send one record; never blocks."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(SUPERVISOR_SCHEMA.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Let a last word out, for a second at most."""
+        self._socket.close()
+        self._context.term()
+
+
+async def _serve(server: GatewayServer, service: GatewayService, listener: socket.socket, report: Reporter) -> None:
+    report.send(ChildStarted(ROLE_GATEWAY, report.index, os.getpid(), listener.getsockname()[1]))
+    ready = asyncio.ensure_future(_report_ready(service, report))
+    try:
+        await server.serve([listener])
+    finally:
+        ready.cancel()
+
+
+async def _report_ready(service: GatewayService, report: Reporter) -> None:
+    await service.client.wait_ready()
+    report.send(ChildReady(ROLE_GATEWAY, report.index))
+
+
+def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> None:
+    config = ServeConfig.from_json(run_dir.config_file.read_text(encoding="utf-8"))
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s gateway {index}: %(message)s",
+        stream=sys.stderr,
+    )
+    listener = bind_http(config.server, port=port)  # first: a taken port is the commonest fault
+    client = EngineClient(run_dir.gateways(0), gateway_id=f"gateway-{index}")
+    service = GatewayService.load(config, client)
+    keys = KeyRing.load(config.server)
+    server = build_server(
+        service, keys, drain_timeout=config.server.drain_timeout, log_level=config.server.log_level
+    )
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(_serve(server, service, listener, report))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one gateway to its end; the exit code is 0 after a drain, 2 for a configuration that cannot work."""
+    parser = argparse.ArgumentParser(prog="gateway", description="HTTP gateway process of NovaInfer.")
+    parser.add_argument("--run-dir", required=True, help="directory with config.json and the sockets")
+    parser.add_argument("--index", type=int, default=0, help="number of this gateway")
+    parser.add_argument("--port", type=int, help="HTTP port in place of the configured one")
+    options = parser.parse_args(argv)
+    die_with_parent()
+    setproctitle(f"novainfer: gateway {options.index}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the server takes it: the supervisor decides
+    run_dir = RunDir.create(options.run_dir)
+    report = Reporter(run_dir, options.index)
+    try:
+        _run(run_dir, options.index, options.port, report)
+    except ConfigError as error:
+        report.send(ChildFault(ROLE_GATEWAY, options.index, 0, str(error)))
+        print(f"gateway {options.index}: {error}", file=sys.stderr)
+        return 2
+    finally:
+        report.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,85 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from gateway.answers import ChatChunks, Envelope, chat_answer
+from gateway.routes.endpoint import Call, json_response
+from gateway.schemas import ChatRequest, TokenizeRequest
+from gateway.service import GatewayService, new_response_id, unix_now
+from gateway.sse import SseResponse
+from novainfer.errors import InvalidRequestError
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+
+async def chat_completions(call: Call) -> Response | None:
+    """Answer a chat, whole or as a stream."""
+    service = call.service
+    request, headers = await call.parse(ChatRequest)
+    model = service.check_model(request.model)
+    refuse_unsupported(request)
+    with service.admit(call.info):
+        service.engine_info()  # refuse before the work of rendering
+        token_ids = await service.in_thread(lambda: encode_chat(service, request))
+        response_id = new_response_id("chatcmpl")
+        generation = service.start(request, response_id, [(token_ids, "")], call.info)
+        with service.live(generation, response_id, call.info):
+            if request.stream:
+                envelope = Envelope(response_id, "chat.completion.chunk", unix_now(), model)
+                chunks = ChatChunks(generation, envelope, request)
+                await SseResponse(generation, chunks, chunks.last, headers)(call.scope, call.receive, call.send)
+                return None
+            generation.watch(call.receive)
+            wholes = await generation.collect()
+            envelope = Envelope(response_id, "chat.completion", unix_now(), model)
+            return json_response(chat_answer(generation, envelope, request, wholes), headers)
+
+
+def encode_chat(service: GatewayService, request: ChatRequest | TokenizeRequest) -> list[int]:
+    """Render the template and tokenise; slow, so not for the event loop. Pure but for the time of day."""
+    messages = request.messages or []
+    _check_roles(messages)
+    add_prompt = request.add_generation_prompt
+    if add_prompt is None:
+        add_prompt = not request.continue_final_message
+    tools = request.tools if getattr(request, "tool_choice", None) != "none" else []
+    text = service.template.render(
+        messages,
+        tools=tools,
+        add_generation_prompt=add_prompt,
+        continue_final_message=request.continue_final_message,
+        template_kwargs=_template_kwargs(request),
+    )
+    # The template writes the special tokens itself.
+    return service.tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
+
+
+def refuse_unsupported(request: ChatRequest) -> None:
+    """Refuse what would need constrained output or other media, rather than answer without it."""
+    kind = (request.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise InvalidRequestError("Only the response_format 'text' is supported yet.", param="response_format")
+    if request.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequestError("Only tool_choice 'auto' and 'none' are supported yet.", param="tool_choice")
+    if request.modalities != ["text"]:
+        raise InvalidRequestError("Only the modality 'text' is supported.", param="modalities")
+
+
+def _check_roles(messages: list[dict[str, Any]]) -> None:
+    for message in messages:
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise InvalidRequestError(f"A message's role must be one of {', '.join(sorted(_ROLES))}.", param="messages")
+
+
+def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    given = request.chat_template_kwargs
+    if any(name.startswith("_") or name == "chat_template" for name in given):
+        text = "chat_template_kwargs holds a name that is not allowed."
+        raise InvalidRequestError(text, param="chat_template_kwargs")
+    extras = {name: getattr(request, name, None) for name in ("reasoning_effort", "documents")}
+    return {**{name: value for name, value in extras.items() if value is not None}, **given}

@@ -1,0 +1,62 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from gateway.answers import CompletionChunks, Envelope, completion_answer
+from gateway.routes.endpoint import Call, json_response
+from gateway.schemas import MAX_PROMPTS, CompletionRequest
+from gateway.service import GatewayService, new_response_id, unix_now
+from gateway.sse import SseResponse
+from novainfer.errors import InvalidRequestError
+
+Prompt = str | list[int]
+
+
+async def completions(call: Call) -> Response | None:
+    """Continue one or several prompts, whole or as a stream."""
+    service = call.service
+    request, headers = await call.parse(CompletionRequest)
+    model = service.check_model(request.model)
+    prompts = split_prompts(request.prompt)
+    with service.admit(call.info, len(prompts)):
+        service.engine_info()  # refuse before the work of tokenising
+        encoded = await service.in_thread(lambda: [_encode(service, request, prompt) for prompt in prompts])
+        response_id = new_response_id("cmpl")
+        generation = service.start(request, response_id, encoded, call.info)
+        with service.live(generation, response_id, call.info):
+            envelope = Envelope(response_id, "text_completion", unix_now(), model)
+            if request.stream:
+                chunks = CompletionChunks(generation, envelope, request)
+                await SseResponse(generation, chunks, chunks.last, headers)(call.scope, call.receive, call.send)
+                return None
+            generation.watch(call.receive)
+            wholes = await generation.collect()
+            return json_response(completion_answer(generation, envelope, request, wholes), headers)
+
+
+def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+    """One or many prompts, as a list. A list of integers is one prompt."""
+    if isinstance(prompt, str):
+        return [prompt]
+    many: list[Prompt] = []
+    single: list[int] = []
+    for item in prompt:
+        if isinstance(item, int):
+            single.append(item)
+        else:
+            many.append(item)
+    prompts: list[Prompt] = [single] if single else many
+    if not prompts or len(prompts) > MAX_PROMPTS:
+        raise InvalidRequestError(f"prompt must hold 1 to {MAX_PROMPTS} prompts.", param="prompt")
+    return prompts
+
+
+def _encode(service: GatewayService, request: CompletionRequest, prompt: Prompt) -> tuple[list[int], str]:
+    """(token ids, the text to echo)."""
+    tokenizer = service.tokenizer
+    if isinstance(prompt, str):
+        token_ids = tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
+        return token_ids, prompt if request.echo else ""
+    return prompt, tokenizer.decode(prompt) if request.echo else ""

@@ -1,0 +1,89 @@
+"""What a route's handler is given, and the ASGI endpoint that runs it and answers its errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.body import ClientGone, read_json
+from gateway.context import RequestInfo, request_info
+from gateway.errors import ApiError, to_api_error
+from gateway.schemas import Body, parse
+from gateway.service import GatewayService
+from novainfer.errors import NovaInferError
+
+_CLIENT_GONE_STATUS = 499  # for the metrics only; nobody is there to read it
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request to a handler."""
+
+    service: GatewayService
+    scope: Scope
+    receive: Receive
+    send: Send
+
+    @property
+    def info(self) -> RequestInfo:
+        """Its id, tenant and start."""
+        return request_info(self.scope)
+
+    @property
+    def path_params(self) -> Mapping[str, str]:
+        """The variable parts of the path."""
+        params: Mapping[str, str] = self.scope["path_params"]
+        return params
+
+    async def parse(self, kind: type[Body]) -> tuple[Body, dict[str, str]]:
+        """The body as `kind`, and the headers that name what in it was ignored."""
+        body = await read_json(self.scope, self.receive, max_bytes=self.service.max_body_bytes)
+        request, ignored = parse(kind, body, strict_params=self.service.config.server.strict_params)
+        return request, {"x-novainfer-ignored": ",".join(ignored)} if ignored else {}
+
+    async def respond(self, response: Response) -> None:
+        """Send a whole answer."""
+        await response(self.scope, self.receive, self.send)
+
+
+Handler = Callable[[Call], Awaitable[Response | None]]
+
+
+class Endpoint:
+    """Runs a handler. It returns its response, or None after it has sent one itself."""
+
+    def __init__(self, service: GatewayService, path: str, handler: Handler) -> None:
+        self._service = service
+        self._path = path
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(self._service, scope, receive, send)
+        call.info.handler = self._path
+        response: Response | None
+        try:
+            response = await self._handler(call)
+        except ClientGone:
+            call.info.status = _CLIENT_GONE_STATUS
+            return
+        except (NovaInferError, ApiError) as error:
+            response = to_api_error(error).response()
+        if response is not None:
+            await call.respond(response)
+
+
+def route(service: GatewayService, method: str, path: str, handler: Handler) -> Route:
+    """A route of the application."""
+    return Route(path, Endpoint(service, path, handler), methods=[method])
+
+
+def json_response(data: Mapping[str, Any], headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
+    """An answer in JSON, non-ASCII as it is."""
+    body = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return Response(body.encode(), status, headers, media_type="application/json")

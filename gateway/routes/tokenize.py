@@ -1,0 +1,49 @@
+"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from gateway.routes.chat import encode_chat
+from gateway.routes.endpoint import Call, json_response
+from gateway.schemas import DetokenizeRequest, TokenizeRequest
+from novainfer.errors import InvalidRequestError
+
+
+async def tokenize(call: Call) -> Response:
+    """Token ids of a text or of a rendered chat."""
+    service = call.service
+    request, headers = await call.parse(TokenizeRequest)
+    service.check_model(request.model)
+    prompt = request.prompt
+    if (prompt is None) == (request.messages is None):
+        raise InvalidRequestError("Give either prompt or messages.", param="prompt")
+    with service.admit(call.info):
+        if prompt is None:
+            token_ids = await service.in_thread(lambda: encode_chat(service, request))
+        else:
+            special = request.add_special_tokens is not False
+            token_ids = await service.in_thread(
+                lambda: service.tokenizer.encode(prompt, add_special_tokens=special)
+            )
+    info = service.client.info
+    strings = [service.tokenizer.token(token_id) for token_id in token_ids] if request.return_token_strs else None
+    answer = {
+        "count": len(token_ids),
+        "max_model_len": info.max_model_len if info is not None else 0,
+        "tokens": token_ids,
+        "token_strs": strings,
+    }
+    return json_response(answer, headers)
+
+
+async def detokenize(call: Call) -> Response:
+    """Text of token ids, special tokens included."""
+    service = call.service
+    request, headers = await call.parse(DetokenizeRequest)
+    service.check_model(request.model)
+    if any(token_id >= service.tokenizer.vocab_size for token_id in request.tokens):
+        raise InvalidRequestError("tokens holds an id that the vocabulary lacks.", param="tokens")
+    with service.admit(call.info):
+        text = await service.in_thread(lambda: service.tokenizer.decode(request.tokens, skip_special_tokens=False))
+    return json_response({"prompt": text}, headers)

@@ -1,0 +1,216 @@
+"""What every route shares: the model's text side, the engine client, the limits, and how a generation is started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from gateway.context import RequestInfo
+from gateway.errors import ApiError, to_api_error
+from gateway.generation import Generation, PromptState
+from gateway.limits import Limits
+from gateway.metrics import GatewayMetrics
+from gateway.params import resolve_params
+from gateway.schemas import ChatRequest, CompletionRequest
+from novainfer.client.engine_client import EngineClient
+from novainfer.config import ServeConfig
+from novainfer.errors import ConfigError, InvalidRequestError, OverloadedError
+from novainfer.protocol.messages import AddRequest, EngineInfo
+from novainfer.text.chat_template import ChatTemplate
+from novainfer.text.checkpoint import resolve_checkpoint
+from novainfer.text.tokenizer import Tokenizer
+
+TEXT_THREADS = 2  # rendering and tokenising; the event loop only waits for them
+STATS_SECONDS = 5.0  # older figures of the engine prove nothing
+
+T = TypeVar("T")
+
+
+class GatewayService:
+    """One per gateway process, built before the first request."""
+
+    def __init__(
+        self, config: ServeConfig, tokenizer: Tokenizer, template: ChatTemplate, client: EngineClient
+    ) -> None:
+        server = config.server
+        self.config = config
+        self.tokenizer = tokenizer
+        self.template = template
+        self.client = client
+        self.model_names = config.model.served_model_name or (config.model.model,)
+        self.limits = Limits(max_live=server.max_live_requests, max_per_tenant=server.max_requests_per_key)
+        self.metrics = GatewayMetrics(self.model_names[0], lambda: (client.info, client.stats))
+        self.metrics.live.set_function(lambda: self.limits.num_live)
+        self.max_body_bytes = server.max_body_mib * 1024 * 1024
+        self.created = 0
+        self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        self._live: defaultdict[str, list[tuple[str, Generation]]] = defaultdict(list)
+
+    @classmethod
+    def load(cls, config: ServeConfig, client: EngineClient) -> GatewayService:
+        """Read the tokenizer and templates that the configuration names. Raises `ConfigError`."""
+        model = config.model
+        folder = resolve_checkpoint(model.tokenizer or model.model, revision=model.revision)
+        tokenizer = Tokenizer.load(folder)
+        override = None
+        if model.chat_template is not None:
+            try:
+                override = Path(model.chat_template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"--chat-template {model.chat_template} cannot be read: {error}") from None
+        service = cls(config, tokenizer, ChatTemplate.of(tokenizer, override), client)
+        # The checkpoint's date: the same in every gateway and after each restart.
+        service.created = int(os.stat(folder / "tokenizer.json").st_mtime)
+        return service
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def unready_reason(self) -> str | None:
+        """Why no request can be served now; None if it can."""
+        info = self.client.info
+        if self.limits.draining:
+            return "draining"
+        if info is None:
+            return "no engine"
+        if not info.ready:
+            return "loading"
+        if info.draining:
+            return "engine draining"
+        return None if self.client.ready else "engine silent"
+
+    def unhealthy_reason(self) -> str | None:
+        """As above, and also when the engine has work but makes no progress."""
+        reason = self.unready_reason()
+        stats = self.client.stats
+        if reason is not None or stats is None:
+            return reason or "no figures from the engine"
+        if self.client.stats_age > STATS_SECONDS:
+            return "engine silent"
+        busy = stats.num_running + stats.num_waiting > 0
+        if busy and stats.seconds_since_progress > self.config.server.hang_timeout / 2:
+            return "no progress"
+        return None
+
+    def engine_info(self) -> EngineInfo:
+        """The engine's limits; raises `OverloadedError` (503) until it is ready."""
+        reason, info = self.unready_reason(), self.client.info
+        if reason is not None or info is None:
+            raise OverloadedError(f"The server cannot take requests now: {reason}.", retry_after=2.0)
+        return info
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name as the client used it; 404 for one that is not served. Without a name: the first."""
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ApiError(404, "The model does not exist on this server.", "model_not_found", "model")
+        return name
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run text work off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    # -- generations --------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        request: ChatRequest | CompletionRequest,
+        response_id: str,
+        prompts: list[tuple[list[int], str]],
+        info: RequestInfo,
+    ) -> Generation:
+        """Check, resolve and submit: one engine request per prompt, given as (token ids, text to echo).
+
+        Raises `InvalidRequestError` or `OverloadedError`; then nothing was submitted.
+        """
+        engine = self.engine_info()
+        states: list[PromptState] = []
+        for number, (token_ids, echo) in enumerate(prompts):
+            _check_prompt(token_ids, engine.vocab_size)
+            params = resolve_params(request, len(token_ids), self.tokenizer, engine)
+            states.append(PromptState(f"{response_id}-{number}", token_ids, params, echo))
+        stream = self.client.submit(*(self._add_request(state, request, info.tenant) for state in states))
+        return Generation(
+            states,
+            stream,
+            self.tokenizer,
+            self.metrics,
+            started=info.started,
+            after_prompt=isinstance(request, CompletionRequest),
+        )
+
+    def _add_request(
+        self, state: PromptState, request: ChatRequest | CompletionRequest, tenant: str
+    ) -> AddRequest:
+        return AddRequest(
+            request_id=state.request_id,
+            prompt_token_ids=state.token_ids,
+            params=state.params,
+            eos_token_ids=list(self.tokenizer.eos_token_ids),
+            tenant=tenant,
+            cache_salt=request.cache_salt,
+            use_prefix_cache=request.prefix_cache,
+            priority=request.priority,
+        )
+
+    @contextmanager
+    def admit(self, info: RequestInfo, count: int = 1) -> Iterator[None]:
+        """Hold places for `count` prompts; counts a refusal, also one that comes later."""
+        try:
+            with self.limits.reserve(info.tenant, count):
+                yield
+        except (InvalidRequestError, OverloadedError) as error:
+            self.metrics.rejected(to_api_error(error).status)
+            raise
+
+    @contextmanager
+    def live(self, generation: Generation, response_id: str, info: RequestInfo) -> Iterator[Generation]:
+        """While it runs, a generation can be cancelled by either of its ids; afterwards it is closed."""
+        entry = (info.tenant, generation)
+        ids = {response_id, info.request_id}
+        for key in ids:
+            self._live[key].append(entry)
+        try:
+            yield generation
+        finally:
+            generation.close()
+            for key in ids:
+                self._live[key].remove(entry)
+                if not self._live[key]:
+                    del self._live[key]
+
+    def cancel(self, key: str, tenant: str) -> bool:
+        """Cancel the tenant's generations with this id; False if there is none."""
+        found = [generation for owner, generation in self._live.get(key, []) if owner == tenant]
+        for generation in found:
+            generation.cancel()
+        return bool(found)
+
+
+def new_response_id(prefix: str) -> str:
+    """An id that nobody can guess and no other gateway gives."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def unix_now() -> int:
+    """Seconds since 1970."""
+    return int(time.time())
+
+
+def _check_prompt(token_ids: list[int], vocab_size: int) -> None:
+    if not token_ids:
+        raise InvalidRequestError("The prompt is empty.", param="prompt")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise InvalidRequestError(f"The prompt holds a token id outside 0..{vocab_size - 1}.", param="prompt")

@@ -1,0 +1,101 @@
+"""Server-sent events: the frames, and the response that writes them while its client may be slow, quiet or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping
+from json.encoder import encode_basestring  # the C implementation where there is one
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.body import ClientGone
+from gateway.errors import to_api_error
+from gateway.generation import Generation
+from novainfer.client.output import ChoiceDelta
+from novainfer.errors import EngineError, NovaInferError
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 15.0
+STALL_SECONDS = 60.0  # a client that takes nothing for so long is given up
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+# U+0085, U+2028 and U+2029 end a line for some readers of lines; JSON may escape them.
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+def json_string(text: str) -> str:
+    """`text` as a JSON string on one line, other characters as they are."""
+    quoted: str = encode_basestring(text)
+    return quoted if text.isascii() else quoted.translate(_LINE_ENDS)
+
+
+def event(payload: Mapping[str, object]) -> bytes:
+    """One event with a JSON object."""
+    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text.translate(_LINE_ENDS)}\n\n".encode()
+
+
+class SseResponse:
+    """Writes a generation as events.
+
+    chunks(delta) gives the events of one delta, last() those after the final one, `[DONE]` included. The status is
+    sent with the first output, so that a refusal can still be an HTTP error; a failure after that is one `error`
+    event and the end.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        chunks: Callable[[ChoiceDelta], bytes],
+        last: Callable[[], bytes],
+        headers: Mapping[str, str],
+    ) -> None:
+        self._generation = generation
+        self._chunks = chunks
+        self._last = last
+        self._headers = [*_HEADERS, *((k.encode(), v.encode()) for k, v in headers.items())]
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run to the end. Raises what went wrong only while nothing was sent."""
+        self._generation.watch(receive)
+        try:
+            while not self._generation.finished:
+                await self._send_some(send)
+            await self._send(send, self._last(), more=False)
+        except (ClientGone, TimeoutError, OSError):
+            self._generation.client_gone = True
+        except Exception as error:
+            if not self._started:
+                raise
+            if not isinstance(error, NovaInferError):
+                log.exception("a stream failed")
+                error = EngineError("The server failed during this stream.")
+            await self._send(send, event(to_api_error(error).body), more=False)
+
+    async def _send_some(self, send: Send) -> None:
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                await self._generation.wait()
+        except TimeoutError:
+            await self._send(send, KEEP_ALIVE)
+            return
+        deltas = self._generation.take()
+        if deltas:
+            await self._send(send, b"".join([self._chunks(delta) for delta in deltas]))
+
+    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        async with asyncio.timeout(STALL_SECONDS):
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,134 @@
+"""The kernel backend for CPUs: native code where it can be built, plain torch where it cannot."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from kernels.act_mul.reference import act_mul
+from kernels.backend import AttentionMetadata, AttentionParams, SamplingTensors
+from kernels.kv_store import cpu as kv_cpu
+from kernels.kv_store import reference as kv_reference
+from kernels.linear.cpu import PackedLinear
+from kernels.linear.reference import TorchLinear
+from kernels.native.build import NativeBuildError
+from kernels.native.library import DTYPES, NativeLibrary, load_library
+from kernels.paged_attention import cpu as attention_cpu
+from kernels.paged_attention import reference as attention_reference
+from kernels.rms_norm.reference import add_rms_norm, rms_norm
+from kernels.rotary.reference import rotary
+from kernels.sampling.reference import sample
+
+_log = logging.getLogger(__name__)
+
+
+class CpuBackend:
+    """See `kernels.backend.KernelBackend` for the contract of every method.
+
+    The native kernels give every row bits that depend on that row alone, on every instruction set. Without them (no compiler,
+    say) the same methods run in torch, slower and without that promise for linear layers.
+    """
+
+    name = "cpu"
+
+    def __init__(self, isa: str | None = None) -> None:
+        """isa: one of `kernels.native.build.ISA_FLAGS`; None takes $NOVAINFER_CPU_ISA, or the best of this processor."""
+        self._warned_layout = False
+        self._library: NativeLibrary | None = None
+        try:
+            self._library = load_library(isa)
+        except NativeBuildError as error:
+            _log.warning("native CPU kernels are not available, falling back to slower torch code: %s", error)
+
+    @property
+    def isa(self) -> str | None:
+        """The instruction set in use; None where the native kernels are not available."""
+        return None if self._library is None else self._library.isa
+
+    def allocate_kv_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        """Zero-filled caches: packed (see `kernels.kv_store.cpu`) where that is possible, else [block, offset, head, dim]."""
+        key_shape, value_shape = self._cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        return torch.zeros(key_shape, dtype=dtype, device=device), torch.zeros(value_shape, dtype=dtype, device=device)
+
+    def kv_cache_bytes(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of both cache tensors."""
+        shapes = self._cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
+
+    def _cache_shapes(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self._library is not None and kv_cpu.supports_layout(block_size, head_dim, dtype):
+            return kv_cpu.cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        if self._library is not None and not self._warned_layout:
+            self._warned_layout = True
+            _log.warning(
+                "block_size %d, head_dim %d in %s has no native attention kernel (block_size must be a multiple of 16, head_dim "
+                "even and at most %d): attention runs in slower torch code",
+                *(block_size, head_dim, dtype, kv_cpu.MAX_HEAD_DIM),
+            )
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        return shape, shape
+
+    def store_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write into both caches in place."""
+        if self._library is None or not kv_cpu.is_packed(key_cache):
+            kv_reference.store_kv(key, value, key_cache, value_cache, slot_mapping)
+        else:
+            kv_cpu.store_kv(self._library, key, value, key_cache, value_cache, slot_mapping)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention [T, H, D]; exact per row."""
+        if self._library is None or not kv_cpu.is_packed(key_cache):
+            return attention_reference.paged_attention(query, key_cache, value_cache, metadata, params, out)
+        return attention_cpu.paged_attention(self._library, query, key_cache, value_cache, metadata, params, out)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+        """RMSNorm of x [..., hidden]."""
+        return rms_norm(x, weight, eps, weight_offset)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """(RMSNorm of the sum, the sum)."""
+        return add_rms_norm(x, residual, weight, eps, weight_offset)
+
+    def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """Rotate query and key in place."""
+        rotary(query, key, positions, cos_sin)
+
+    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """act(gate) * up."""
+        return act_mul(gate_up, activation)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear | TorchLinear:
+        """Packs the weight; the originals may be released."""
+        if self._library is None or weight.dtype not in DTYPES:
+            return TorchLinear(weight, bias)
+        return PackedLinear(self._library, weight, bias)
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """One token id per row."""
+        return sample(logits, params)

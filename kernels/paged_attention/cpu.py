@@ -1,0 +1,80 @@
+"""Paged attention by the native kernel, straight over the block table and the packed cache of `kernels.kv_store.cpu`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels.backend import AttentionMetadata, AttentionParams
+from kernels.checks import check_dtype, check_last_dim_contiguous, check_metadata, check_shape
+from kernels.kv_store.cpu import cache_geometry
+from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contiguous
+
+
+class AttentionArguments(ctypes.Structure):
+    """Mirrors the struct of the same name in native/src/attention.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "out", "key_cache", "value_cache")),
+        *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "block_table")),
+        *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
+        *((name, ctypes.c_int64) for name in ("out_token_stride", "out_head_stride", "table_stride")),
+        *((name, ctypes.c_int64) for name in ("dtype", "num_tokens", "num_seqs", "num_heads", "num_kv_heads")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "padded_dim", "block_size", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
+    ]
+
+
+def paged_attention(
+    library: NativeLibrary,
+    query: Tensor,  # [num_tokens, num_heads, head_dim]
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    params: AttentionParams,
+    out: Tensor | None = None,  # [num_tokens, num_heads, head_dim]
+) -> Tensor:
+    """Returns [num_tokens, num_heads, head_dim] in the query's dtype. Rows that no sequence owns become zero."""
+    num_tokens, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, padded_dim = cache_geometry(value_cache)
+    check_metadata(metadata, num_tokens)
+    check_dtype("query", query, key_cache.dtype)
+    if num_heads % num_kv_heads or not padded_dim - LANES < head_dim <= padded_dim:
+        raise ValueError(f"query {list(query.shape)} does not fit a cache of {num_kv_heads} heads of up to {padded_dim}")
+    if params.sliding_window is not None and params.sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {params.sliding_window}")
+    query = last_dim_contiguous(query)
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
+    else:
+        check_shape("out", out, query.shape)
+        check_dtype("out", out, query.dtype)
+        check_last_dim_contiguous("out", out)
+    table = metadata.block_table
+    arguments = AttentionArguments(
+        query.data_ptr(),
+        out.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        metadata.query_start_loc.data_ptr(),
+        metadata.seq_lens.data_ptr(),
+        table.data_ptr(),
+        *query.stride()[:2],
+        *out.stride()[:2],
+        table.stride(0),
+        DTYPES[query.dtype],
+        num_tokens,
+        table.shape[0],
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        padded_dim,
+        block_size,
+        params.sliding_window or 0,
+        params.scale,
+        params.soft_cap or 0.0,
+    )
+    library.paged_attention(ctypes.addressof(arguments), torch.get_num_threads())
+    return out

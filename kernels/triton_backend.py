@@ -1,0 +1,162 @@
+"""The kernel backend in Triton, for NVIDIA GPUs; with TRITON_INTERPRET=1 it runs, slowly, on CPU tensors.
+
+Cache layout: [num_blocks, num_kv_heads, block_size, head_dim], so that the keys of one head in one block are
+contiguous. Every method checks its arguments by shape and stride alone and launches without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import checks
+from kernels.act_mul.triton import act_mul
+from kernels.backend import AttentionMetadata, AttentionParams, Linear, SamplingTensors
+from kernels.kv_store.triton import store_kv
+from kernels.paged_attention.triton_decode import decode_attention
+from kernels.paged_attention.triton_prefill import prefill_attention
+from kernels.rms_norm.triton import add_rms_norm, rms_norm
+from kernels.rotary.triton import rotary
+from kernels.sampling.triton import sample
+from kernels.triton_launch import INTERPRETED, next_power_of_2
+
+
+class TorchLinear:
+    """A linear layer through the vendor's GEMM library, which may choose another order of sums for another M."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        checks.check_linear(weight, bias)
+        self._weight = weight  # [N, K]
+        self._bias = bias  # [N] or None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        checks.check_shape("x", x, [None, self._weight.shape[1]])
+        return F.linear(x, self._weight, self._bias)
+
+
+class TritonBackend:
+    """See `kernels.backend.KernelBackend` for the contract of every method."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, exact: bool = True) -> None:
+        """`exact` gives prefill the decode kernel's bits, at some cost in speed on Hopper and later.
+
+        Raises ValueError on a device that Triton cannot run on.
+        """
+        if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+            raise ValueError(
+                f"kernel backend 'triton' cannot run on device '{device}' (set TRITON_INTERPRET=1 for CPU)"
+            )
+        self._exact = exact
+
+    def allocate_kv_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        """Two zero-filled tensors [num_blocks, num_kv_heads, block_size, head_dim]; block_size a power of two >= 16."""
+        if block_size < 16 or next_power_of_2(block_size) != block_size:
+            raise ValueError(f"block_size must be a power of two and at least 16, got {block_size}")
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+    def kv_cache_bytes(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of both cache tensors."""
+        return 2 * num_blocks * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+    def store_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write into both caches in place."""
+        checks.check_shape("key", key, [None, None, None])
+        checks.check_shape("value", value, list(key.shape))
+        _check_caches(key, key_cache, value_cache)
+        checks.check_shape("slot_mapping", slot_mapping, [key.shape[0]])
+        checks.check_dtype("slot_mapping", slot_mapping, torch.int64)
+        for name, tensor in (("key", key), ("value", value), ("slot_mapping", slot_mapping)):
+            checks.check_last_dim_contiguous(name, tensor)
+        checks.check_shape("key_cache", key_cache, [None, key.shape[1], None, key.shape[2]])
+        store_kv(key, value, key_cache, value_cache, slot_mapping)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention [T, H, D]: the decode kernel for the first num_decodes rows, the prefill kernel for the
+        rest.
+
+        Query rows beyond query_start_loc[-1] are left as they were.
+        """
+        checks.check_shape("query", query, [None, None, None])
+        checks.check_dtype("query", query, *checks.ACTIVATION_DTYPES)
+        checks.check_last_dim_contiguous("query", query)
+        _check_caches(query, key_cache, value_cache)
+        checks.check_metadata(metadata, query.shape[0])
+        if query.shape[1] % key_cache.shape[1]:
+            raise ValueError(f"{query.shape[1]} query heads do not divide into {key_cache.shape[1]} key/value heads")
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        checks.check_shape("out", out, list(query.shape))
+        checks.check_last_dim_contiguous("out", out)
+        if metadata.num_decodes:
+            decode_attention(query, key_cache, value_cache, metadata, params, out)
+        if metadata.num_decodes < min(metadata.seq_lens.shape[0], query.shape[0]):
+            prefill_attention(query, (key_cache, value_cache), metadata, params, out, self._exact)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+        """RMSNorm of x [..., hidden]."""
+        checks.check_norm(x, weight)
+        return rms_norm(x, weight, eps, weight_offset)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """(RMSNorm of the sum, the sum)."""
+        checks.check_norm(x, weight, residual)
+        return add_rms_norm(x, residual, weight, eps, weight_offset)
+
+    def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """Rotate query and key in place."""
+        checks.check_rotary(query, key, positions, cos_sin)
+        if not (cos_sin.is_contiguous() and positions.is_contiguous()):
+            raise ValueError("cos_sin and positions must be contiguous")
+        rotary(query, key, positions, cos_sin)
+
+    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """act(gate) * up."""
+        checks.check_act_mul(gate_up, activation)
+        return act_mul(gate_up, activation)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Keeps the weight as it is."""
+        return TorchLinear(weight, bias)
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """One token id per row."""
+        checks.check_sampling(logits, params)
+        return sample(logits, params)
+
+
+def _check_caches(like: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Raise ValueError unless both caches have the layout of `allocate_kv_cache` for like [..., head_dim]."""
+    checks.check_shape("key_cache", key_cache, [None, None, None, like.shape[-1]])
+    checks.check_shape("value_cache", value_cache, list(key_cache.shape))
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        checks.check_dtype(name, cache, like.dtype)
+        if not cache.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")

@@ -1,0 +1,154 @@
+"""The supervisor's child processes: how they are started, told to stop, and what is known of each. No Ray in here."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from novainfer.entrypoints.options import VARIABLE_PREFIX
+from novainfer.protocol.supervision import (
+    ROLE_GATEWAY,
+    ROLE_SCHEDULER,
+    ROLE_WORKER,
+    ChildReady,
+    ChildStarted,
+)
+from novainfer.transport.parent import PARENT_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, int]  # (role, index)
+
+
+class Phase(enum.IntEnum):
+    """How far a process is; it only ever moves forward within an epoch."""
+
+    SPAWNED = 0
+    STARTED = 1  # its sockets are bound or connecting
+    READY = 2  # it can do its part of a request
+    EXITED = 3
+
+
+@dataclass(slots=True)
+class ChildState:
+    """What the supervisor knows of one process. `process` is None for a worker rank, which Ray owns."""
+
+    role: str
+    index: int
+    epoch: int
+    phase: Phase = Phase.SPAWNED
+    pid: int = 0
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    fault: str | None = None  # its last word, if it failed
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+class ChildTable:
+    """Every process of this server, by role and index. Written by the supervisor alone."""
+
+    def __init__(self, *, num_gateways: int, world_size: int, epoch: int) -> None:
+        keys: list[Key] = [(ROLE_SCHEDULER, 0)]
+        keys += [(ROLE_GATEWAY, index) for index in range(num_gateways)]
+        keys += [(ROLE_WORKER, rank) for rank in range(world_size)]
+        self.children = {key: ChildState(*key, epoch) for key in keys}
+
+    def of(self, role: str) -> list[ChildState]:
+        """All of one role, by index."""
+        return [child for child in self.children.values() if child.role == role]
+
+    def started(self, message: ChildStarted) -> None:
+        """Phase one of one child. Raises KeyError for a child that this server does not have."""
+        child = self.children[message.role, message.index]
+        child.pid, child.port = message.pid, message.port
+        child.phase = max(child.phase, Phase.STARTED)
+
+    def ready(self, message: ChildReady) -> None:
+        """Phase two of one child. Raises KeyError for a child that this server does not have."""
+        child = self.children[message.role, message.index]
+        child.phase = max(child.phase, Phase.READY)
+
+    def behind(self, phase: Phase) -> list[ChildState]:
+        """The children that have not got as far as `phase`."""
+        return [child for child in self.children.values() if child.phase < phase]
+
+    def reap(self) -> list[ChildState]:
+        """The child processes that have ended since the last call, now in phase EXITED. Does not wait."""
+        ended = []
+        for child in self.children.values():
+            if child.process is not None and child.phase != Phase.EXITED and child.process.poll() is not None:
+                child.phase = Phase.EXITED
+                ended.append(child)
+        return ended
+
+    def alive(self, *roles: str) -> list[ChildState]:
+        """The child processes of these roles that have not been seen to end."""
+        return [
+            child
+            for child in self.children.values()
+            if child.role in roles and child.process is not None and child.phase != Phase.EXITED
+        ]
+
+
+def spawn(child: ChildState, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Start `command` as this child, in a process group of its own: a Ctrl-C at the terminal reaches us alone.
+
+    Call it from the main thread: on Linux the child dies with the thread that started it.
+    """
+    child.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(environ), process_group=0)
+    child.pid = child.process.pid
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The supervisor's environment without our own variables: children read the resolved config from a file.
+
+    So no key is visible in a child's environment, and no variable can contradict the file.
+    """
+    kept = {name: value for name, value in environ.items() if not name.startswith(VARIABLE_PREFIX)}
+    return {**kept, PARENT_VARIABLE: str(os.getpid())}
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs one of our modules, never one of the same name in the current directory (`-P`)."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def send_signal(children: Sequence[ChildState], number: signal.Signals) -> None:
+    """Signal the given child processes; those that have ended are skipped."""
+    for child in children:
+        if child.process is not None:
+            child.process.send_signal(number)
+
+
+def kill_all(children: Sequence[ChildState], *, patience: float = 5.0) -> None:
+    """SIGKILL the given child processes and wait until the system has taken them away."""
+    send_signal(children, signal.SIGKILL)
+    deadline = time.monotonic() + patience
+    for child in children:
+        if child.process is None:
+            continue
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            logger.error("%s (pid %d) does not die", child.name, child.pid)
+        child.phase = Phase.EXITED
+
+
+def exit_words(child: ChildState) -> str:
+    """One line on how a child ended, for the log."""
+    code = child.process.returncode if child.process is not None else None
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    else:
+        how = f"exited with status {code}"
+    return f"{child.name} {how}" + (f": {child.fault}" if child.fault else "")

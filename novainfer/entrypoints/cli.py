@@ -1,0 +1,102 @@
+"""The `novainfer` command. Light to import: torch and ray are loaded by the command that needs them, if any."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from novainfer import __version__
+from novainfer.entrypoints.options import Parser, add_arguments
+from novainfer.errors import ConfigError, NovaInferError
+
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage or configuration."""
+    parser, commands = build_parser()
+    arguments, extras = parser.parse_known_args(list(sys.argv[1:] if argv is None else argv))
+    if arguments.command is None:
+        parser.print_help()
+        return EXIT_USAGE
+    if extras:
+        commands[arguments.command].unknown(extras)
+    try:
+        return _run(arguments)
+    except ConfigError as error:
+        print(f"novainfer: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except NovaInferError as error:
+        print(f"novainfer: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser, and those of the commands by name."""
+    parser = Parser(prog="novainfer", description="A distributed LLM server with an OpenAI API.")
+    parser.add_argument("--version", action="version", version=f"novainfer {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    serve = commands.add_parser("serve", help="serve a model over HTTP", description=_SERVE, usage=_USAGE)
+    add_arguments(serve)
+    doctor = commands.add_parser("doctor", help="check this machine", description=_DOCTOR, usage=_USAGE)
+    add_arguments(doctor)
+    doctor.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+    chat = commands.add_parser("chat", help="talk to a running server")
+    chat.add_argument("message", nargs="?", help="one message; without it, a conversation")
+    chat.add_argument("--system", help="system message")
+    generate = commands.add_parser("generate", help="complete a prompt")
+    generate.add_argument("prompt", nargs="?", help="the prompt ('-' or nothing: standard input)")
+    generate.add_argument("--offline", action="store_true", help="load --model in this process, use no server")
+    models = commands.add_parser("models", help="list what a running server offers")
+    for client in (chat, generate, models):
+        _add_client_arguments(client)
+    for sampler in (chat, generate):
+        _add_sampling_arguments(sampler)
+    return parser, dict(commands.choices)
+
+
+def _add_client_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which server, which model."""
+    parser.add_argument("--base-url", help="the server (default: NOVAINFER_BASE_URL, else http://127.0.0.1:8000)")
+    parser.add_argument("--api-key", help="key to send (default: NOVAINFER_API_KEY)")
+    parser.add_argument("--model", help="model name (default: the first one that the server offers)")
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sampling parameters that are worth a flag; the server's defaults hold for the others."""
+    parser.add_argument("--max-tokens", type=int, help="longest answer in tokens")
+    parser.add_argument("--temperature", type=float, help="0 = greedy")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--stop", action="append", help="stop string; may be given several times")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "serve":
+        from novainfer.entrypoints.serve import serve_command
+
+        return serve_command(arguments)
+    if arguments.command == "doctor":
+        from novainfer.entrypoints.doctor import doctor_command
+
+        return doctor_command(arguments)
+    from novainfer.entrypoints.talk import chat_command, generate_command, models_command
+
+    commands = {"chat": chat_command, "generate": generate_command, "models": models_command}
+    return commands[arguments.command](arguments)
+
+
+_USAGE = "%(prog)s [MODEL] [options]"
+_SERVE = """Serve a model with an OpenAI API. Every option is also a NOVAINFER_* variable (--max-model-len is
+NOVAINFER_MAX_MODEL_LEN) and a key of the YAML file given with --config; flags win over variables, variables over the
+file, the file over a preset, a preset over the defaults."""
+_DOCTOR = """Check this machine, and the configuration that the same options would serve. Exit status 1 if serving would
+fail."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

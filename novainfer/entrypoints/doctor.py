@@ -1,0 +1,203 @@
+"""`novainfer doctor`: would this configuration run on this machine, and if not, what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from novainfer.config import ServeConfig, check
+from novainfer.entrypoints.options import resolve
+from novainfer.entrypoints.serve import with_port
+from novainfer.errors import ConfigError
+from novainfer.text.checkpoint import resolve_checkpoint
+from novainfer.transport.addresses import RunDir
+
+OK, WARN, FAIL = "ok", "warn", "FAIL"
+_GIB = 1024**3
+_ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One finding; `fix` says what to do unless the status is ok."""
+
+    subject: str
+    status: str
+    finding: str
+    fix: str = ""
+
+
+def doctor_command(arguments: argparse.Namespace) -> int:
+    """Print every verdict; 1 if any of them means that serving would fail."""
+    config = resolve(arguments, os.environ).config
+    check(config)
+    verdicts = [_guarded(examine, config) for examine in CHECKS]
+    if arguments.json:
+        print(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
+    else:
+        for verdict in verdicts:
+            print(f"{verdict.status:>4}  {verdict.subject}: {verdict.finding}")
+            if verdict.fix:
+                print(f"      fix: {verdict.fix}")
+    return 1 if any(verdict.status == FAIL for verdict in verdicts) else 0
+
+
+def _guarded(examine: Callable[[ServeConfig], Verdict], config: ServeConfig) -> Verdict:
+    try:
+        return examine(config)
+    except Exception as error:  # a broken installation raises anything; the doctor must go on
+        return Verdict(examine.__name__.replace("_", " "), FAIL, f"{type(error).__name__}: {error}", "see the error")
+
+
+def python(config: ServeConfig) -> Verdict:
+    """The interpreter; an older one than 3.11 could not have loaded this file."""
+    return Verdict("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def torch(config: ServeConfig) -> Verdict:
+    """PyTorch's version."""
+    version = importlib.metadata.version("torch")
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if not (2, 11) <= release < (2, 14):
+        return Verdict("torch", FAIL, version, "install torch 2.11 to 2.13: pip install 'torch>=2.11,<2.14'")
+    return Verdict("torch", OK, version)
+
+
+def device(config: ServeConfig) -> Verdict:
+    """GPUs, as torch sees them."""
+    torch = importlib.import_module("torch")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(count)}))
+    wanted = config.parallel
+    if wanted.device == "cuda" and count == 0:
+        return Verdict(
+            "device", FAIL, "no CUDA device", "install the NVIDIA driver and a CUDA build of torch, or --device cpu"
+        )
+    if count and wanted.device != "cpu" and wanted.tensor_parallel_size > count and wanted.ray_address is None:
+        fix = f"use --tensor-parallel-size {count}, or join a cluster with --ray-address"
+        return Verdict("device", FAIL, f"{count} GPU(s) for {wanted.tensor_parallel_size} ranks", fix)
+    return Verdict("device", OK, f"{count} x {names}" if count else "CPU")
+
+
+def compiler(config: ServeConfig) -> Verdict:
+    """For the native CPU kernels."""
+    found = next(
+        (path for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name and (path := shutil.which(name))),
+        None,
+    )
+    if found is None:
+        return Verdict(
+            "compiler", WARN, "no C++ compiler", "install g++ (or set CXX): without it CPU kernels run in slow torch"
+        )
+    return Verdict("compiler", OK, found)
+
+
+def processor(config: ServeConfig) -> Verdict:
+    """Cores that this process may use, and the vector instructions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    finding = f"{cores} core(s); {' '.join(_isa()) or 'no known vector instructions'}"
+    if cores < config.parallel.tensor_parallel_size and config.parallel.device == "cpu":
+        return Verdict("processor", WARN, finding, "use at most as many ranks as cores: more are slower")
+    return Verdict("processor", OK, finding)
+
+
+def memory(config: ServeConfig) -> Verdict:
+    """Main memory against the size of the weights."""
+    psutil = importlib.import_module("psutil")
+    free = psutil.virtual_memory().available
+    weights = _weights_bytes(config)
+    finding = f"{free / _GIB:.1f} GiB available, the weights have {weights / _GIB:.2f} GiB"
+    if weights > free:
+        return Verdict("memory", FAIL, finding, "free memory, or choose a smaller model or type (--dtype bfloat16)")
+    if free < 2 * _GIB:
+        return Verdict("memory", WARN, finding, "Ray and torch alone take about 1.5 GiB")
+    return Verdict("memory", OK, finding)
+
+
+def port(config: ServeConfig) -> Verdict:
+    """Whether the HTTP port is free."""
+    try:
+        free = with_port(config).server.port
+    except ConfigError as error:
+        return Verdict("port", FAIL, str(error), "stop what listens there, or choose another --port")
+    return Verdict("port", OK, f"{config.server.host}:{free} is free")
+
+
+def run_directory(config: ServeConfig) -> Verdict:
+    """Whether sockets can be made where they will lie."""
+    try:
+        parent = Path(config.server.run_dir or tempfile.gettempdir())
+        RunDir(parent / "novainfer-12345678").supervisor().check()
+    except ConfigError as error:
+        return Verdict("run directory", FAIL, str(error), "choose a shorter --run-dir (or TMPDIR)")
+    return Verdict("run directory", OK, str(parent))
+
+
+def ray(config: ServeConfig) -> Verdict:
+    """Ray's version, and room for its object store."""
+    version = importlib.metadata.version("ray")
+    if tuple(int(part) for part in version.split(".")[:2]) < (2, 56):
+        return Verdict("ray", FAIL, version, "install ray 2.56 or newer")
+    shared = Path("/dev/shm")
+    if shared.is_dir() and shutil.disk_usage(shared).free < 128 * 1024**2:
+        return Verdict("ray", WARN, f"{version}; /dev/shm is almost full", "give a container --shm-size=1g")
+    return Verdict("ray", OK, version)
+
+
+def model(config: ServeConfig) -> Verdict:
+    """Whether the checkpoint is there and readable."""
+    try:
+        folder = resolve_checkpoint(config.model.model, revision=config.model.revision)
+    except ConfigError as error:
+        return Verdict("model", FAIL, str(error), "give a checkpoint folder, a hub id that can be reached, or 'demo'")
+    missing = [name for name in ("config.json", "tokenizer.json") if not os.access(folder / name, os.R_OK)]
+    if missing:
+        return Verdict(
+            "model", FAIL, f"{folder} has no readable {', '.join(missing)}", "complete the checkpoint folder"
+        )
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "unknown type")
+    if folder.is_dir() and not list(folder.glob("*.safetensors")) and Path(config.model.model).is_dir():
+        return Verdict("model", FAIL, f"{folder} has no safetensors", "convert the weights to safetensors")
+    return Verdict("model", OK, f"{folder} ({kind})")
+
+
+def _weights_bytes(config: ServeConfig) -> int:
+    try:
+        folder = resolve_checkpoint(config.model.model, revision=config.model.revision)
+    except ConfigError:
+        return 0  # `model` reports it
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _isa() -> list[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return []
+    for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(("flags", "Features")):
+            present = set(line.split(":", 1)[1].split())
+            return [flag for flag in _ISA_FLAGS if flag in present]
+    return []
+
+
+CHECKS: tuple[Callable[[ServeConfig], Verdict], ...] = (
+    python,
+    torch,
+    device,
+    compiler,
+    processor,
+    memory,
+    port,
+    run_directory,
+    ray,
+    model,
+)

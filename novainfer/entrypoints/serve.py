@@ -1,0 +1,104 @@
+"""`novainfer serve`: checks what can be checked before anything starts, then becomes the supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import setproctitle
+
+from novainfer.config import ServeConfig, check
+from novainfer.entrypoints.options import render, resolve
+from novainfer.errors import ConfigError
+from novainfer.text.checkpoint import resolve_checkpoint
+from novainfer.transport.addresses import RunDir
+
+
+def serve_command(arguments: argparse.Namespace) -> int:
+    """Run a server with the options of the command line; returns the exit status. Raises `ConfigError`."""
+    resolved = resolve(arguments, os.environ)
+    check(resolved.config)
+    if arguments.print_config:
+        print(render(resolved), end="")
+        return 0
+    return serve(resolved.config)
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until SIGTERM or SIGINT; 0 after an orderly end. Raises `ConfigError` before anything starts."""
+    check(config)
+    resolve_checkpoint(config.model.tokenizer or config.model.model, revision=config.model.revision)
+    config = with_port(config)
+    setproctitle.setproctitle("novainfer: supervisor")
+    level = config.server.log_level.upper()
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s supervisor: %(message)s")
+    with run_directory(config) as run_dir:
+        from novainfer.entrypoints.supervisor import run_supervisor
+
+        return run_supervisor(config, run_dir)
+
+
+def with_port(config: ServeConfig) -> ServeConfig:
+    """The config with a port that is free now: port 0 becomes a real number. Raises `ConfigError` if it is taken."""
+    host, port = config.server.host, config.server.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of closed connections are free
+            probe.bind(address)
+            free = probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (try another --port)") from None
+    return replace(config, server=replace(config.server, port=free))
+
+
+@contextlib.contextmanager
+def run_directory(config: ServeConfig) -> Iterator[RunDir]:
+    """The directory of this server with its `config.json`; everything in it that is ours is gone afterwards.
+
+    Raises `ConfigError` if another server uses the directory.
+    """
+    given = config.server.run_dir
+    existed = given is not None and Path(given).exists()
+    run_dir = RunDir.create(given)
+    with contextlib.ExitStack() as stack:
+        if not existed:
+            stack.callback(shutil.rmtree, run_dir.path, ignore_errors=True)
+        run_dir.supervisor().check()  # a path that is too long fails here, not in a child
+        lock = stack.enter_context(open(run_dir.path / "lock", "w"))
+        _take_lock(lock.fileno(), run_dir)
+        if existed:
+            stack.callback(_remove_files, run_dir)
+        _write_private(run_dir.config_file, config.to_json())
+        yield run_dir
+
+
+def _take_lock(descriptor: int, run_dir: RunDir) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another server uses the run directory {run_dir.path}") from None
+
+
+def _write_private(path: Path, text: str) -> None:
+    """It holds API keys: nobody else may read it, not even for a moment."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _remove_files(run_dir: RunDir) -> None:
+    for pattern in ("config.json", "lock", "supervisor", "scheduler-*"):
+        for path in run_dir.path.glob(pattern):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,87 @@
+"""What the supervisor waits for: signals, children's reports and nudges from its own threads, in one blocking poll."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from types import FrameType, TracebackType
+from typing import Any
+
+import zmq
+
+from novainfer.errors import ProtocolError
+from novainfer.protocol.supervision import SUPERVISOR_SCHEMA
+from novainfer.transport.addresses import Endpoint
+from novainfer.transport.channel import bind_pull
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+class Wakeups:
+    """Blocks until something happens; no polling. For the main thread, which alone may set signal handlers."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._reports = bind_pull(self._context, endpoint)
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._reports, zmq.POLLIN)
+        self._poller.register(self._reader, zmq.POLLIN)
+        self._old_handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Wakeups:
+        # The C-level handler writes the signal's number to this socket, whatever the main thread is doing.
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, _note) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._reports.close()
+        self._context.term()
+        self._reader.close()
+        self._writer.close()
+
+    def nudge(self) -> None:
+        """Make `wait` return; may be called from any thread."""
+        try:
+            self._writer.send(b"\0")
+        except OSError:
+            pass  # full: it will wake anyway; closed: nobody waits any more
+
+    def wait(self, timeout: float | None) -> tuple[list[signal.Signals], list[Any]]:
+        """The signals and reports that have come, after at most `timeout` seconds (None = any time)."""
+        ready = dict(self._poller.poll(None if timeout is None else max(0, int(timeout * 1000))))
+        signals = self._read_signals() if self._reader.fileno() in ready else []
+        return signals, self.reports()
+
+    def reports(self, patience: float = 0.0) -> list[Any]:
+        """The reports that are there, or come within `patience` seconds if there is none yet."""
+        messages = []
+        timeout = int(patience * 1000)
+        while self._reports.poll(timeout):
+            timeout = 0
+            try:
+                messages.append(SUPERVISOR_SCHEMA.decode(self._reports.recv()))
+            except ProtocolError as error:
+                logger.warning("a malformed report was dropped: %s", error)
+        return messages
+
+    def _read_signals(self) -> list[signal.Signals]:
+        try:
+            return [signal.Signals(number) for number in self._reader.recv(4096) if number]
+        except BlockingIOError:
+            return []
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """A handler must exist for the wakeup socket to be written; the loop does the rest."""

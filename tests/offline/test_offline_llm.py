@@ -1,0 +1,164 @@
+"""The offline `LLM` on a real checkpoint: its interface, and that a token depends on its request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from novainfer import LLM, SamplingParams
+from novainfer.client.output import ChoiceDelta
+from novainfer.errors import ConfigError, InvalidRequestError
+from tests.parity.builders import build_checkpoint
+
+pytestmark = pytest.mark.stage1
+
+PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(5 + 9 * i)] for i in range(8)]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=12),
+    SamplingParams(temperature=1.0, seed=1, max_tokens=12),
+    SamplingParams(temperature=0.8, top_k=5, seed=2, max_tokens=12, logprobs=3),
+    SamplingParams(temperature=1.2, top_p=0.7, min_p=0.02, seed=3, max_tokens=12),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=12),
+    SamplingParams(temperature=0.9, presence_penalty=0.5, frequency_penalty=0.7, seed=4, max_tokens=12),
+    SamplingParams(temperature=1.0, logit_bias={5: 4.0, 9: -100.0}, seed=5, n=3, max_tokens=12),
+    SamplingParams(temperature=1.0, allowed_token_ids=tuple(range(40, 80)), seed=6, min_tokens=5, max_tokens=12),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint("qwen3", tmp_path_factory.mktemp("llm") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(str(checkpoint), num_blocks=128, max_num_seqs=16) as model:
+        yield model
+
+
+def tokens(results: list[dict[str, Any]]) -> list[list[list[int]]]:
+    return [[choice["token_ids"] for choice in result["choices"]] for result in results]
+
+
+@pytest.fixture(scope="module")
+def solo(llm: LLM) -> list[list[list[int]]]:
+    """Each request alone."""
+    return [
+        tokens(llm.generate([prompt], params, use_tqdm=False))[0]
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+    ]
+
+
+def test_given_text_or_ids_when_generated_then_always_a_list_of_dicts(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=4)
+    one = llm.generate("hello", greedy, use_tqdm=False)
+    many = llm.generate(["hello", "you"], greedy, use_tqdm=False)
+    ids = llm.generate([llm.tokenizer.encode("hello")], greedy, use_tqdm=False)
+    assert len(one) == len(ids) == 1
+    assert one[0]["token_ids"] == many[0]["token_ids"] == ids[0]["token_ids"]
+    assert one[0]["finish_reason"] in ("length", "stop")
+    usage = one[0]["usage"]
+    assert usage["completion_tokens"] == len(one[0]["token_ids"])
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_given_mixed_requests_when_batched_then_each_equals_its_solo_run(
+    llm: LLM, solo: list[list[list[int]]]
+) -> None:
+    assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == solo
+    assert tokens(llm.generate(PROMPTS[::-1], PARAMS[::-1], use_tqdm=False)) == solo[::-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 4, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 16, "steps_in_flight": 1},
+        {"enable_prefix_caching": False},
+        {"num_blocks": 14, "max_num_seqs": 6},
+        {"max_num_batched_tokens": 1, "max_num_seqs": 1},
+    ],
+    ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()),
+)
+def test_given_any_chunking_cache_or_memory_when_run_then_the_same_tokens(
+    checkpoint: Path, solo: list[list[list[int]]], options: dict[str, Any]
+) -> None:
+    with LLM(str(checkpoint), **{"num_blocks": 128, **options}) as other:
+        assert tokens(other.generate(PROMPTS, PARAMS, use_tqdm=False)) == solo
+        assert tokens(other.generate(PROMPTS, PARAMS, use_tqdm=False)) == solo  # now with what is cached
+
+
+def test_given_bf16_when_batched_then_each_equals_its_solo_run(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), dtype="bfloat16", num_blocks=128, max_num_seqs=16) as model:
+        alone = [
+            tokens(model.generate([prompt], params, use_tqdm=False))[0]
+            for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+        ]
+        assert tokens(model.generate(PROMPTS, PARAMS, use_tqdm=False)) == alone
+
+
+def test_given_a_callback_when_stepping_then_every_token_is_seen_in_order(llm: LLM) -> None:
+    seen: list[ChoiceDelta] = []
+    request_id = llm.add_request(
+        "count", SamplingParams(temperature=0.0, max_tokens=6), on_token=lambda _, delta: seen.append(delta)
+    )
+    done: list[dict[str, Any]] = []
+    while not llm.is_finished():
+        done.extend(llm.step())
+    assert [result["request_id"] for result in done] == [request_id]
+    assert [t for delta in seen for t in delta.token_ids] == done[0]["token_ids"]
+    assert "".join(delta.text for delta in seen) == done[0]["text"]
+    assert seen[-1].finish_reason == done[0]["finish_reason"]
+
+
+def test_given_a_stop_string_when_it_appears_then_the_text_ends_before_it(llm: LLM) -> None:
+    free = llm.generate("abc", SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)[0]
+    stop = free["text"][3:5]
+    assert stop
+    cut = llm.generate("abc", SamplingParams(temperature=0.0, max_tokens=12, stop=(stop,)), use_tqdm=False)[0]
+    assert cut["text"] == free["text"][: free["text"].index(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+    assert llm.is_finished()
+
+
+def test_given_logprobs_when_asked_then_one_entry_a_token_and_they_are_probabilities(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=4, prompt_logprobs=2)
+    result = llm.generate([PROMPTS[2]], params, use_tqdm=False)[0]
+    assert [entry["token_id"] for entry in result["logprobs"]] == result["token_ids"]
+    for entry in result["logprobs"]:
+        values = [item["logprob"] for item in entry["top"]]
+        assert values == sorted(values, reverse=True)
+        assert entry["rank"] == 1
+        assert entry["logprob"] == values[0] <= 0.0
+    assert result["prompt_logprobs"][0] is None
+    assert [e["token_id"] for e in result["prompt_logprobs"][1:]] == PROMPTS[2][1:]
+
+
+def test_given_prompt_logprobs_when_the_prompt_is_chunked_then_the_same_numbers(checkpoint: Path, llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
+    whole = llm.generate([PROMPTS[5]], params, use_tqdm=False)[0]["prompt_logprobs"]
+    with LLM(str(checkpoint), num_blocks=64, max_num_batched_tokens=5, max_num_seqs=5) as other:
+        assert other.generate([PROMPTS[5]], params, use_tqdm=False)[0]["prompt_logprobs"] == whole
+
+
+def test_given_a_wrong_request_among_good_ones_when_generated_then_nothing_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError):
+        llm.generate([[1, 2], [10**6]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert llm.is_finished()
+    assert llm.step() == []
+
+
+@pytest.mark.parametrize("bad", [replace(PARAMS[0], temperature=-1.0), replace(PARAMS[0], max_tokens=10**6)])
+def test_given_wrong_params_when_added_then_invalid_request(llm: LLM, bad: SamplingParams) -> None:
+    with pytest.raises(InvalidRequestError):
+        llm.add_request("x", bad)
+
+
+def test_given_a_misspelt_option_when_made_then_the_nearest_is_named() -> None:
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(max_model_length=5)

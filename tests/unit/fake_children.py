@@ -1,0 +1,128 @@
+"""Real processes around a real supervisor, without a model: `python fake_children.py server|child ...`.
+
+A child reports like a real one, writes what happens to it into a log file, and misbehaves as told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import zmq
+
+from novainfer.config import ParallelConfig, ServeConfig, ServerConfig
+from novainfer.entrypoints.serve import run_directory
+from novainfer.entrypoints.supervisor import Launch, Supervisor
+from novainfer.protocol.supervision import (
+    ROLE_WORKER,
+    SUPERVISOR_SCHEMA,
+    ChildFault,
+    ChildReady,
+    ChildStarted,
+    LoadProgress,
+)
+from novainfer.transport.addresses import RunDir
+from novainfer.transport.channel import connect_push
+from novainfer.transport.parent import die_with_parent
+
+
+def note(log: Path, *words: object) -> None:
+    """One line, appended in one write."""
+    with open(log, "a", encoding="utf-8") as file:
+        file.write(" ".join(map(str, words)) + "\n")
+
+
+class FakeWorkers:
+    """A worker group of threads that never compute."""
+
+    def __init__(self, run_dir: RunDir, log: Path, behaviour: str, world_size: int) -> None:
+        self._run_dir, self._log, self._behaviour, self._world_size = run_dir, log, behaviour, world_size
+
+    def start(self) -> None:
+        if self._behaviour == "no-start":
+            raise RuntimeError("no room for the ranks")
+        with zmq.Context() as context:
+            reports = connect_push(context, self._run_dir.supervisor())
+            for rank in range(self._world_size):
+                reports.send(SUPERVISOR_SCHEMA.encode(ChildStarted(ROLE_WORKER, rank, os.getpid())))
+                reports.send(SUPERVISOR_SCHEMA.encode(LoadProgress(rank, "weights", 1, 2)))
+                if self._behaviour == "fault":
+                    reports.send(SUPERVISOR_SCHEMA.encode(ChildFault(ROLE_WORKER, rank, 1, "out of memory")))
+                reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_WORKER, rank)))
+            reports.close()
+
+    def is_alive(self) -> bool:
+        return self._behaviour != "die"
+
+    def stop(self) -> None:
+        note(self._log, "workers stopped")
+
+
+def run_server(options: argparse.Namespace) -> int:
+    """A supervisor over fake children; `--behave {"gateway": ..., "scheduler": ..., "worker": ...}`."""
+    behaviour = json.loads(options.behave)
+    log = Path(options.log)
+    config = ServeConfig(
+        server=ServerConfig(
+            port=1, num_gateways=2, run_dir=options.run_dir, start_timeout=options.start_timeout, drain_timeout=20.0
+        ),
+        parallel=ParallelConfig(tensor_parallel_size=2),
+    )
+    if options.start_timeout == 0:
+        config = replace(config, server=replace(config.server, start_timeout=600.0))
+
+    with run_directory(config) as run_dir:
+
+        def child(role: str, index: int) -> list[str]:
+            what = behaviour.get(role, "normal")
+            place = ("--run-dir", str(run_dir.path), "--log", str(log), "--role", role, "--index", str(index))
+            return [sys.executable, __file__, "child", *place, "--behave", what]
+
+        launch = Launch(
+            gateway=lambda index: child("gateway", index),
+            scheduler=lambda replica: child("scheduler", replica),
+            workers=lambda epoch: FakeWorkers(run_dir, log, behaviour.get("worker", "normal"), 2),
+        )
+        with Supervisor(config, run_dir, launch) as supervisor:
+            return supervisor.run()
+
+
+def run_child(options: argparse.Namespace) -> int:
+    """Report, wait for SIGTERM, exit 0; unless told otherwise."""
+    die_with_parent()
+    stop = threading.Event()
+    name = f"{options.role} {options.index}"
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    note(Path(options.log), name, "pid", os.getpid())
+    with zmq.Context() as context:
+        reports = connect_push(context, RunDir(Path(options.run_dir)).supervisor())
+        reports.send(SUPERVISOR_SCHEMA.encode(ChildStarted(options.role, options.index, os.getpid(), 4321)))
+        if options.behave == "exit":
+            reports.send(SUPERVISOR_SCHEMA.encode(ChildFault(options.role, options.index, 1, "the disk is full")))
+            reports.close()
+            return 7
+        if options.behave != "late":
+            reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(options.role, options.index)))
+        reports.close()
+        while not stop.wait(0.05) or options.behave == "stubborn":
+            pass
+    note(Path(options.log), name, "stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("server", "child"))
+    for flag in ("--run-dir", "--log", "--role"):
+        parser.add_argument(flag)
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--behave", default="{}")
+    parser.add_argument("--start-timeout", type=float, default=0.0)
+    parsed = parser.parse_args()
+    sys.exit(run_server(parsed) if parsed.what == "server" else run_child(parsed))

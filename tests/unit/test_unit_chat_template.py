@@ -1,0 +1,120 @@
+"""Chat templates: what transformers' environment offers, and what a hostile template or message cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from novainfer.errors import ConfigError, InvalidRequestError
+from novainfer.text import chat_template
+from novainfer.text.chat_template import ChatTemplate
+from tests.fakes import CHATML
+
+pytestmark = [pytest.mark.unit, pytest.mark.stage2]
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def render(source: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
+    return ChatTemplate({"default": source}, {"bos_token": "<s>"}).render(USER if messages is None else messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}{{ messages[0].content }}", "<s>Hi"),
+        ("{{ {'a': 'é<'} | tojson }}", '{"a": "é<"}'),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("a{% generation %}b{% endgeneration %}c", "abc"),
+        ("  {% if true %}\nx\n  {% endif %}\n", "x\n"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ tools is none }}{{ add_generation_prompt }}", "TrueTrue"),
+        ("{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}", "2"),
+        ("{{ 'ab' * 2 }}", "abab"),
+    ],
+)
+def test_given_a_feature_of_hf_templates_when_rendered_then_it_works(source: str, expected: str) -> None:
+    assert render(source) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no system role') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ undefined_name.attribute }}",
+        "{{ 'a' * 1000000000 }}",
+        "{{ 2 ** 100000 }}",
+        "{{ [0] * 1000000000 }}",
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(100000) %}{{ 'x' * 1000 }}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ range(1000000000) }}",
+    ],
+)
+def test_given_a_hostile_template_when_rendered_then_only_the_request_fails(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    with pytest.raises(InvalidRequestError):
+        render(source)
+
+
+def test_given_a_template_with_a_syntax_error_when_compiled_then_config_error() -> None:
+    with pytest.raises(ConfigError):
+        ChatTemplate({"default": "{% if %}"}, {})
+
+
+def test_given_no_template_when_rendered_then_the_request_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        ChatTemplate({}, {}).render(USER)
+
+
+def test_given_chatml_when_rendered_then_the_prompt_is_as_documented() -> None:
+    assert render(CHATML) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert render(CHATML, add_generation_prompt=False) == "<|im_start|>user\nHi<|im_end|>\n"
+
+
+def test_given_a_final_assistant_message_when_continued_then_the_prompt_ends_inside_it() -> None:
+    messages = [*USER, {"role": "assistant", "content": "Once upon "}]
+    text = render(CHATML, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nOnce upon ")
+    with pytest.raises(InvalidRequestError):
+        render(CHATML, messages, continue_final_message=True)
+    with pytest.raises(InvalidRequestError):
+        render("nothing", messages, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_given_content_parts_when_rendered_then_texts_are_joined_and_media_refused() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+    assert render("[{{ messages[0].content }}]", [{"role": "assistant", "content": None}]) == "[]"
+    for bad in ([{"type": "image_url", "image_url": {"url": "http://x"}}], [1], {"type": "audio"}, 5):
+        with pytest.raises(InvalidRequestError):
+            render("{{ messages[0].content }}", [{"role": "user", "content": bad}])
+
+
+def test_given_a_developer_message_when_the_template_knows_only_system_then_it_is_one() -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert render("{{ messages[0].role }}", messages) == "system"
+    assert render("{# developer #}{{ messages[0].role }}", messages) == "developer"
+
+
+def test_given_tools_when_there_is_a_tool_template_then_it_is_used_with_parsed_arguments() -> None:
+    template = ChatTemplate({"default": "d", "tool_use": "{{ tools[0].name }}"}, {})
+    assert template.render(USER, tools=[{"name": "f"}]) == "f"
+    assert template.render(USER) == "d"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert render("{{ messages[0].tool_calls[0].function.arguments.x }}", messages) == "1"
+    call["function"] = {"name": "f", "arguments": "{"}
+    with pytest.raises(InvalidRequestError, match="not JSON"):
+        render("x", messages)
+
+
+def test_given_template_kwargs_when_rendered_then_they_are_seen_but_replace_nothing() -> None:
+    assert render("{{ enable_thinking }}", template_kwargs={"enable_thinking": False}) == "False"
+    assert render("{{ messages[0].content }}", template_kwargs={"messages": []}) == "Hi"

@@ -1,0 +1,233 @@
+"""The supervisor over real child processes that load no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from novainfer.config import ServeConfig, ServerConfig
+from novainfer.entrypoints.children import ChildState, ChildTable, Phase, child_environment, exit_words
+from novainfer.entrypoints.serve import run_directory, with_port
+from novainfer.errors import ConfigError
+from novainfer.protocol.supervision import ChildReady, ChildStarted
+
+pytestmark = pytest.mark.unit
+
+SCRIPT = Path(__file__).with_name("fake_children.py")
+CHILDREN = {"scheduler 0", "gateway 0", "gateway 1"}
+PATIENCE = 60  # seconds; only a failing test waits that long
+
+
+class FakeServer:
+    """A running `fake_children.py server`."""
+
+    def __init__(self, folder: Path, behave: dict[str, str], start_timeout: float, environ: dict[str, str]) -> None:
+        self.run_dir, self._log = folder / "run", folder / "log"
+        command = [sys.executable, str(SCRIPT), "server", "--run-dir", str(self.run_dir), "--log", str(self._log)]
+        command += ["--behave", json.dumps(behave), "--start-timeout", str(start_timeout)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ}
+        )
+
+    def wait_ready(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def log(self) -> list[str]:
+        return self._log.read_text(encoding="utf-8").splitlines()
+
+    def pids(self) -> dict[str, int]:
+        return {line.split(" pid ")[0]: int(line.split(" pid ")[1]) for line in self.log() if " pid " in line}
+
+    def finish(self) -> tuple[int, str]:
+        """The exit status and what was written to standard error."""
+        _, errors = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, errors
+
+
+Start = Callable[..., FakeServer]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    servers: list[FakeServer] = []
+
+    def _start(start_timeout: float = 0.0, environ: dict[str, str] | None = None, **behave: str) -> FakeServer:
+        servers.append(FakeServer(tmp_path, behave, start_timeout, environ or {}))
+        return servers[-1]
+
+    yield _start
+    for server in servers:
+        server.process.kill()
+        server.process.communicate()
+        assert gone(server.pids().values()), "a child outlived its supervisor"
+
+
+def gone(pids: object) -> bool:
+    """Whether all these processes end (they may need a moment to be taken away)."""
+    processes = []
+    for pid in pids:  # type: ignore[attr-defined]
+        try:
+            processes.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_all_children_ready_when_sigterm_comes_then_gateways_scheduler_and_workers_stop_in_this_order(
+    start: Start,
+) -> None:
+    server = start()
+    ready = server.wait_ready()
+    assert ready.startswith("NovaInfer is ready on http://127.0.0.1:4321 (model demo, 2 workers, ")
+    server.process.send_signal(signal.SIGTERM)
+    status, errors = server.finish()
+    assert status == 0, errors
+    stops = [line for line in server.log() if line.endswith("stopped")]
+    assert set(stops[:2]) == {"gateway 0 stopped", "gateway 1 stopped"}
+    assert stops[2:] == ["scheduler 0 stopped", "workers stopped"]
+    assert not server.run_dir.exists()
+    assert "loading: weights (2)" in errors
+
+
+@pytest.mark.parametrize("role", ["gateway", "scheduler"])
+def test_a_child_that_fails_when_it_exits_then_everything_ends_with_status_1_and_its_last_word(
+    start: Start, role: str
+) -> None:
+    server = start(**{role: "exit"})
+    status, errors = server.finish()
+    assert status == 1
+    assert "exited with status 7: the disk is full" in errors
+    assert "workers stopped" in server.log()
+    assert not server.run_dir.exists()
+
+
+def test_a_serving_child_when_it_is_killed_then_everything_ends_with_status_1(start: Start) -> None:
+    server = start()
+    assert "is ready" in server.wait_ready()
+    os.kill(server.pids()["scheduler 0"], signal.SIGKILL)
+    status, errors = server.finish()
+    assert status == 1
+    assert "scheduler 0 was killed by SIGKILL" in errors
+    assert "gateway 0 stopped" in server.log()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [("fault", "worker 0: out of memory"), ("die", "a worker died"), ("no-start", "no room for the ranks")],
+)
+def test_workers_that_fail_when_noticed_then_everything_ends_with_status_1(
+    start: Start, behaviour: str, words: str
+) -> None:
+    status, errors = start(worker=behaviour).finish()
+    assert status == 1
+    assert words in errors
+
+
+def test_a_child_that_is_never_ready_when_the_start_timeout_passes_then_it_is_named(start: Start) -> None:
+    status, errors = start(start_timeout=2.0, scheduler="late").finish()
+    assert status == 1
+    assert "not ready after 2 s; still waiting for scheduler 0" in errors
+
+
+def test_a_gateway_that_ignores_sigterm_when_a_second_signal_comes_then_it_is_killed_at_once(start: Start) -> None:
+    server = start(gateway="stubborn")
+    assert "is ready" in server.wait_ready()
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.stderr is not None
+    for line in server.process.stderr:
+        if "got SIGINT" in line:
+            break
+    server.process.send_signal(signal.SIGINT)
+    status, errors = server.finish()
+    assert status == 0
+    assert "killing gateway 0, gateway 1" in errors
+
+
+def test_a_supervisor_when_it_is_killed_with_sigkill_then_its_children_die_too(start: Start) -> None:
+    server = start()
+    assert "is ready" in server.wait_ready()
+    pids = server.pids()
+    assert set(pids) == CHILDREN
+    server.process.kill()
+    server.process.wait()
+    assert gone(pids.values())
+
+
+def test_a_service_manager_when_the_server_starts_and_stops_then_it_is_told(start: Start, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(PATIENCE)
+        server = start(environ={"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        assert manager.recv(4096).startswith(b"READY=1\nSTATUS=ready on http://127.0.0.1:4321")
+        server.process.terminate()
+        assert manager.recv(4096) == b"STOPPING=1"
+        assert server.finish()[0] == 0
+
+
+def test_a_run_directory_in_use_when_another_server_wants_it_then_it_is_refused(tmp_path: Path) -> None:
+    config = ServeConfig(server=ServerConfig(run_dir=str(tmp_path / "run")))
+    with run_directory(config) as run_dir:
+        assert (run_dir.config_file.stat().st_mode & 0o777) == 0o600
+        assert ServeConfig.from_json(run_dir.config_file.read_text()) == config
+        with pytest.raises(ConfigError, match="another server uses"), run_directory(config):
+            pass
+        assert run_dir.config_file.exists()
+    assert not run_dir.path.exists()
+
+
+def test_a_run_directory_that_was_there_when_the_server_ends_then_only_our_files_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    (folder / "mine").write_text("keep")
+    with run_directory(ServeConfig(server=ServerConfig(run_dir=str(folder)))):
+        (folder / "scheduler-0.workers").write_text("")
+    assert [path.name for path in folder.iterdir()] == ["mine"]
+
+
+def test_a_port_that_is_taken_when_a_server_wants_it_then_it_is_refused_before_anything_starts() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            with_port(ServeConfig(server=ServerConfig(port=port)))
+
+
+def test_port_0_when_resolved_then_it_is_a_free_port() -> None:
+    assert with_port(ServeConfig(server=ServerConfig(port=0))).server.port > 0
+
+
+def test_the_child_table_when_reports_come_in_any_order_then_a_phase_never_goes_back() -> None:
+    table = ChildTable(num_gateways=1, world_size=1, epoch=1)
+    assert [child.name for child in table.behind(Phase.STARTED)] == ["scheduler 0", "gateway 0", "worker 0"]
+    table.ready(ChildReady("gateway", 0))
+    table.started(ChildStarted("gateway", 0, 10, 8000))
+    table.started(ChildStarted("worker", 0, 11))
+    assert [child.name for child in table.behind(Phase.STARTED)] == ["scheduler 0"]
+    assert [child.name for child in table.behind(Phase.READY)] == ["scheduler 0", "worker 0"]
+    assert table.of("gateway")[0].port == 8000
+    with pytest.raises(KeyError):
+        table.ready(ChildReady("gateway", 1))
+
+
+def test_a_child_when_it_was_killed_by_a_signal_then_the_log_names_it() -> None:
+    child = ChildState("gateway", 3, 1)
+    child.process = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"])
+    child.process.wait()
+    assert exit_words(child) == "gateway 3 was killed by SIGSEGV"
+
+
+def test_our_variables_when_a_child_is_started_then_it_does_not_see_them() -> None:
+    environ = child_environment({"NOVAINFER_API_KEY": "secret", "PATH": "/bin"})
+    assert environ == {"PATH": "/bin", "NOVAINFER_SUPERVISOR_PID": str(os.getpid())}

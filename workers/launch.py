@@ -1,0 +1,60 @@
+"""What a rank's process is told when it is started. No torch here: the supervisor writes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from novainfer.config import ServeConfig
+from novainfer.transport.addresses import CurveKeys, Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Which rank of which tensor-parallel group."""
+
+    rank: int
+    world_size: int
+    epoch: int
+    init_method: str  # where the ranks meet, see `TensorParallel.init`; unused with one rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLaunch:
+    """Everything a rank needs to start; travels as JSON."""
+
+    config: ServeConfig
+    replica: int
+    place: RankPlace
+    scheduler: Endpoint  # the worker socket of scheduler `replica`
+    supervisor: Endpoint | None  # None: nobody listens
+
+    def to_json(self) -> str:
+        """For the rank's process; `from_json` gives an equal object."""
+        return json.dumps(
+            {
+                "config": self.config.to_json(),
+                "replica": self.replica,
+                "place": asdict(self.place),
+                "scheduler": asdict(self.scheduler),
+                "supervisor": None if self.supervisor is None else asdict(self.supervisor),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> RankLaunch:
+        """Undo `to_json`."""
+        data = json.loads(text)
+        return cls(
+            config=ServeConfig.from_json(data["config"]),
+            replica=data["replica"],
+            place=RankPlace(**data["place"]),
+            scheduler=_endpoint(data["scheduler"]),
+            supervisor=None if data["supervisor"] is None else _endpoint(data["supervisor"]),
+        )
+
+
+def _endpoint(data: dict[str, Any]) -> Endpoint:
+    curve = data["curve"]
+    return Endpoint(data["address"], None if curve is None else CurveKeys(**curve))

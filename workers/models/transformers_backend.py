@@ -1,0 +1,235 @@
+"""Any other causal LM: transformers' own modelling code over our paged KV cache.
+
+transformers lets a model's attention function be chosen by name and hands it every extra argument of the model's forward. Our
+function is registered once; a step's batch and caches travel as such an argument, so nothing is ambient. The flattened tokens
+of a step are one sequence [1, T] to the model, and `position_ids` says where each token really stands.
+
+Before a model is accepted it is probed: which layers call the attention function with which shapes, and whether a tiny prompt
+gives the logits of transformers' eager attention. A model that keeps other state (recurrent, ALiBi, attention sinks) fails.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kernels.backend import AttentionParams, KernelBackend
+from kernels.backend import Linear as PackedWeight
+from novainfer.config import ModelConfig
+from novainfer.errors import UnsupportedModelError
+from workers.models.base import CausalLM, ForwardBatch, KvCaches
+from workers.models.families import LAYER_WINDOWS
+from workers.models.rope import longest_sequence
+from workers.models.spec import ModelSpec
+
+ATTENTION_NAME = "novainfer_paged"
+STEP_ARGUMENT = "novainfer_step"
+
+
+class AttentionStep(Protocol):
+    """What stands behind the attention function during one forward pass."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """query [T, H, D], key and value [T, Hkv, D] -> [T, H, D]."""
+        ...
+
+
+class PagedStep:
+    """One step of the engine: keys and values go to the paged cache, queries read them from there."""
+
+    def __init__(self, kernels: KernelBackend, batch: ForwardBatch, kv_caches: KvCaches) -> None:
+        self._kernels = kernels
+        self._batch = batch
+        self._kv_caches = kv_caches
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        key_cache, value_cache = self._kv_caches[layer]
+        self._kernels.store_kv(key, value, key_cache, value_cache, self._batch.slot_mapping)
+        return self._kernels.paged_attention(query, key_cache, value_cache, self._batch.metadata, params)
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, Hkv, T, D]
+    value: Tensor,  # [1, Hkv, T, D]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **arguments: Any,  # transformers' calling convention: the model's own extra arguments, and ours
+) -> tuple[Tensor, None]:
+    """The function that transformers' attention layers call: ([1, T, H, D], no attention weights)."""
+    step: AttentionStep | None = arguments.get(STEP_ARGUMENT)
+    layer = getattr(module, "layer_idx", None)
+    if step is None or layer is None:
+        raise UnsupportedModelError("its attention layers do not pass the step on, or have no layer_idx")
+    params = AttentionParams(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sliding_window=sliding_window,
+        soft_cap=softcap,
+    )
+    tokens_first = [heads[0].transpose(0, 1) for heads in (query, key, value)]
+    return step.attend(layer, *tokens_first, params).unsqueeze(0), None
+
+
+class PackedLinear(nn.Module):
+    """Takes the place of `nn.Linear`, so that a row's bits do not depend on the batch."""
+
+    def __init__(self, packed: PackedWeight, out_features: int) -> None:
+        super().__init__()
+        self._packed = packed
+        self.out_features = out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features]."""
+        return self._packed(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
+
+
+class HiddenOutput:
+    """What a base model would return; every optional part is absent."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+class HiddenInput(nn.Module):
+    """Takes the place of the decoder inside a causal LM: the hidden states are given instead of computed."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> HiddenOutput:
+        """inputs_embeds [1, R, hidden] -> a model output that holds them."""
+        return HiddenOutput(inputs_embeds)
+
+
+class TransformersModel:
+    """See `workers.models.base.CausalLM`."""
+
+    def __init__(self, model: Any, spec: ModelSpec, kernels: KernelBackend) -> None:
+        self.spec = spec
+        self.num_local_kv_heads = spec.num_kv_heads
+        self._decoder = model.get_decoder()
+        self._head = _with_replaced(model, _path_of(model, self._decoder), HiddenInput())
+        self._kernels = kernels
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
+        """input_ids, positions [T] -> hidden states [T, hidden] after the final norm."""
+        return decoder_forward(self._decoder, input_ids, positions, PagedStep(self._kernels, batch, kv_caches))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R, vocab_size] float32."""
+        logits: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0)).logits
+        return logits[0].float()
+
+
+def decoder_forward(decoder: Any, input_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
+    """One pass through a causal LM's decoder: hidden states [T, hidden]."""
+    output = decoder(
+        input_ids=input_ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        **{STEP_ARGUMENT: step},
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def load_transformers_model(
+    folder: Path, hf_config: Any, config: ModelConfig, dtype: torch.dtype, kernels: KernelBackend, device: torch.device
+) -> CausalLM:
+    """Load and probe. Raises `UnsupportedModelError` with the reason if this model cannot run so."""
+    from workers.models.transformers_probe import check_against_eager, probe_spec
+
+    text_config = hf_config.get_text_config()
+    max_position = _max_position(text_config, config.max_model_len)
+    model = _from_pretrained(folder, hf_config, config.trust_remote_code, dtype).to(device)
+    name = hf_config.model_type
+    try:
+        with torch.inference_mode():
+            spec = probe_spec(model, name, dtype, max_position)
+            _pack_linears(model, kernels)
+            loaded = TransformersModel(model, spec, kernels)
+            check_against_eager(model, loaded, kernels)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"'{name}' cannot run through the transformers backend: {error}") from error
+    except Exception as error:  # anything may go wrong in model code that was not written for this
+        reason = f"{type(error).__name__}: {error}"
+        raise UnsupportedModelError(f"'{name}' cannot run through the transformers backend: {reason}") from error
+    return loaded
+
+
+def _max_position(text_config: Any, max_model_len: int | None) -> int:
+    """The model's limit. Raises `UnsupportedModelError` for what no run of it can do."""
+    unknown = sorted(set(getattr(text_config, "layer_types", None) or ()) - set(LAYER_WINDOWS))
+    if unknown:
+        raise UnsupportedModelError(f"layers of type {', '.join(unknown)} do not work over a paged KV cache")
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is None:
+        raise UnsupportedModelError(f"'{text_config.model_type}' does not say how many positions it has")
+    rope_parameters = getattr(text_config, "rope_parameters", None) or {}
+    return longest_sequence(rope_parameters, int(limit), None)
+
+
+def _from_pretrained(folder: Path, hf_config: Any, trust_remote_code: bool, dtype: torch.dtype) -> Any:
+    """transformers' own streaming loader; a tensor too few or too many is refused."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+    logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as error:  # an unknown architecture, a broken file, no support for custom attention
+        reason = f"{type(error).__name__}: {error}"
+        if ATTENTION_NAME in reason:
+            reason = "its attention layers do not use transformers' attention interface"
+        raise UnsupportedModelError(f"transformers cannot load '{hf_config.model_type}': {reason}") from error
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(str(key) for key in info[kind] if not str(key).endswith("rotary_emb.inv_freq"))
+        if names:
+            raise UnsupportedModelError(f"the checkpoint has {kind.replace('_', ' ')}: {', '.join(names[:5])}")
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _pack_linears(model: nn.Module, kernels: KernelBackend) -> None:
+    """Replace every plain linear layer, one at a time, so that only one weight exists twice."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                bias = None if child.bias is None else child.bias.data
+                setattr(parent, name, PackedLinear(kernels.pack_linear(child.weight.data, bias), child.out_features))
+
+
+def _path_of(model: nn.Module, part: nn.Module) -> list[str]:
+    """The attribute names that lead from a model to one of its modules."""
+    for name, module in model.named_modules():
+        if module is part and name:
+            return name.split(".")
+    raise UnsupportedModelError("its decoder is not a part of the model")
+
+
+def _with_replaced(model: Any, path: list[str], replacement: nn.Module) -> Any:
+    """A copy of the model that shares all weights but has another module at `path`: here its own head alone."""
+    twin = copy.copy(model)
+    twin._modules = dict(model._modules)
+    name, *rest = path
+    twin._modules[name] = _with_replaced(model._modules[name], rest, replacement) if rest else replacement
+    return twin

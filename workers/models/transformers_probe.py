@@ -1,0 +1,131 @@
+"""Does a transformers model run over a paged KV cache? Asked once, when it is loaded, on prompts of a few tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.backend import AttentionMetadata, AttentionParams, KernelBackend
+from novainfer.errors import UnsupportedModelError
+from workers.models.base import ForwardBatch
+from workers.models.spec import ModelSpec
+from workers.models.transformers_backend import ATTENTION_NAME, TransformersModel, decoder_forward
+
+BLOCK_SIZE = 16
+PROMPT_LENS = (7, 4)  # two sequences in one step: neither may see the other
+NUM_DECODES = 2  # the last tokens of each prompt are computed one by one
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}  # of a logit, relative to their spread
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What one layer's attention asked for."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    sliding_window: int | None
+
+
+class RecordingStep:
+    """Notes every call and answers with zeros."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, LayerCall] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        if layer in self.calls:
+            raise UnsupportedModelError(f"layer {layer} has more than one attention")
+        self.calls[layer] = LayerCall(query.shape[1], key.shape[1], key.shape[2], value.shape[2], params.sliding_window)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def probe_spec(model: Any, name: str, dtype: torch.dtype, max_position: int) -> ModelSpec:
+    """The sizes that the model's attention layers really use."""
+    device = next(model.parameters()).device
+    step = RecordingStep()
+    hidden = decoder_forward(model.get_decoder(), *_tokens(1, 0, device), step)
+    layers = [step.calls[layer] for layer in sorted(step.calls)]
+    if not layers or sorted(step.calls) != list(range(model.config.get_text_config().num_hidden_layers)):
+        raise UnsupportedModelError("not every layer goes through transformers' attention interface")
+    first = layers[0]
+    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim, call.value_dim) for call in layers}
+    if len(shapes) > 1 or first.value_dim != first.head_dim:
+        raise UnsupportedModelError(f"its layers have unlike attention shapes (heads, kv heads, key, value): {shapes}")
+    return ModelSpec(
+        architecture=name,
+        dtype=dtype,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        hidden_size=hidden.shape[-1],
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        max_position=max_position,
+        sliding_windows=tuple(call.sliding_window for call in layers),
+    )
+
+
+def check_against_eager(model: Any, paged: TransformersModel, kernels: KernelBackend) -> None:
+    """Raises `UnsupportedModelError` unless ragged prefill and decode give the logits of eager attention."""
+    device = next(model.parameters()).device
+    prompts = [_tokens(length, length, device)[0] for length in PROMPT_LENS]
+    model.set_attn_implementation("eager")
+    expected = torch.cat([model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float() for ids in prompts])
+    model.set_attn_implementation(ATTENTION_NAME)
+    logits = _paged_logits(paged, kernels, prompts, device)
+    difference = float((logits - expected).abs().max() / expected.std().clamp(min=1e-6))
+    if not difference <= TOLERANCE[paged.spec.dtype]:
+        raise UnsupportedModelError(
+            f"its logits differ from those of transformers' eager attention by {difference:.2g} of their spread; "
+            "its attention does something that the attention interface does not show"
+        )
+
+
+def _tokens(length: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Some valid token ids and their positions, both [length]."""
+    positions = torch.arange(length, device=device)
+    return (positions * 7 + seed * 3 + 5) % 97, positions
+
+
+def _paged_logits(
+    paged: TransformersModel, kernels: KernelBackend, prompts: list[Tensor], device: torch.device
+) -> Tensor:
+    """Logits of all prompt tokens, prompt after prompt: all but the last tokens in one step, those in steps of their own."""
+    spec = paged.spec
+    caches = [
+        kernels.allocate_kv_cache(len(prompts), BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, spec.dtype, device)
+        for _ in range(spec.num_layers)
+    ]
+    parts: list[list[Tensor]] = [[] for _ in prompts]
+    computed = [0] * len(prompts)
+    for step in range(1 + NUM_DECODES):
+        counts = [len(prompt) - NUM_DECODES if step == 0 else 1 for prompt in prompts]
+        spans = [slice(done, done + count) for done, count in zip(computed, counts, strict=True)]
+        input_ids = torch.cat([prompt[span] for prompt, span in zip(prompts, spans, strict=True)])
+        positions = torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
+        hidden = paged.forward(input_ids, positions, _batch(spans, step > 0, device), caches)
+        for part, logits in zip(parts, paged.logits(hidden).split(counts), strict=True):
+            part.append(logits)
+        computed = [span.stop for span in spans]
+    return torch.cat([torch.cat(part) for part in parts])
+
+
+def _batch(spans: list[slice], decode: bool, device: torch.device) -> ForwardBatch:
+    """Sequence i owns block i alone."""
+    slots = [i * BLOCK_SIZE + position for i, span in enumerate(spans) for position in range(span.start, span.stop)]
+    starts = [0]
+    for span in spans:
+        starts.append(starts[-1] + span.stop - span.start)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([span.stop for span in spans], dtype=torch.int32, device=device),
+        block_table=torch.arange(len(spans), dtype=torch.int32, device=device).unsqueeze(1),
+        num_decodes=len(spans) if decode else 0,
+        max_query_len=max(span.stop - span.start for span in spans),
+        max_seq_len=max(span.stop for span in spans),
+    )
+    return ForwardBatch(metadata, torch.tensor(slots, device=device))
