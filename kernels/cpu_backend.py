@@ -7,7 +7,8 @@ import logging
 import torch
 from torch import Tensor
 
-from kernels.act_mul.reference import act_mul
+from kernels.act_mul import cpu as act_mul_cpu
+from kernels.act_mul import reference as act_mul_reference
 from kernels.backend import AttentionMetadata, AttentionParams, SamplingTensors
 from kernels.kv_store import cpu as kv_cpu
 from kernels.kv_store import reference as kv_reference
@@ -17,9 +18,12 @@ from kernels.native.build import NativeBuildError
 from kernels.native.library import DTYPES, NativeLibrary, load_library
 from kernels.paged_attention import cpu as attention_cpu
 from kernels.paged_attention import reference as attention_reference
-from kernels.rms_norm.reference import add_rms_norm, rms_norm
-from kernels.rotary.reference import rotary
-from kernels.sampling.reference import sample
+from kernels.rms_norm import cpu as norm_cpu
+from kernels.rms_norm import reference as norm_reference
+from kernels.rotary import cpu as rotary_cpu
+from kernels.rotary import reference as rotary_reference
+from kernels.sampling import cpu as sampling_cpu
+from kernels.sampling import reference as sampling_reference
 
 _log = logging.getLogger(__name__)
 
@@ -107,21 +111,30 @@ class CpuBackend:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
         """RMSNorm of x [..., hidden]."""
-        return rms_norm(x, weight, eps, weight_offset)
+        if self._library is None or weight.dtype != x.dtype:
+            return norm_reference.rms_norm(x, weight, eps, weight_offset)
+        return norm_cpu.rms_norm(self._library, x, weight, eps, weight_offset)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """(RMSNorm of the sum, the sum)."""
-        return add_rms_norm(x, residual, weight, eps, weight_offset)
+        if self._library is None or weight.dtype != x.dtype:
+            return norm_reference.add_rms_norm(x, residual, weight, eps, weight_offset)
+        return norm_cpu.add_rms_norm(self._library, x, residual, weight, eps, weight_offset)
 
     def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         """Rotate query and key in place."""
-        rotary(query, key, positions, cos_sin)
+        if self._library is None or query.dtype not in DTYPES:
+            rotary_reference.rotary(query, key, positions, cos_sin)
+        else:
+            rotary_cpu.rotary(self._library, query, key, positions, cos_sin)
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """act(gate) * up."""
-        return act_mul(gate_up, activation)
+        if self._library is None or gate_up.dtype not in DTYPES:
+            return act_mul_reference.act_mul(gate_up, activation)
+        return act_mul_cpu.act_mul(self._library, gate_up, activation)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear | TorchLinear:
         """Packs the weight; the originals may be released."""
@@ -131,4 +144,6 @@ class CpuBackend:
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """One token id per row."""
-        return sample(logits, params)
+        if self._library is None:
+            return sampling_reference.sample(logits, params)
+        return sampling_cpu.sample(self._library, logits, params)

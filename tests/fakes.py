@@ -234,9 +234,7 @@ class ScriptedScheduler:
             return None
         scripted = self.script(request, choice)
         if scripted is None:
-            token = oracle_token(
-                request.params.seed or 0, request.prompt_token_ids, choice, index, self.vocab_size
-            )
+            token = oracle_token(request.params.seed or 0, request.prompt_token_ids, choice, index, self.vocab_size)
         elif index < len(scripted):
             token = scripted[index]
         else:

@@ -15,8 +15,6 @@ from novainfer.errors import ConfigError
 from workers.models.base import CausalLM, KvCaches
 
 _MAX_CPU_SHARE = 4096 * MIB  # default ceiling of the KV caches of all ranks on a CPU host
-# Beyond the blocks that every row at full length needs, as many again may hold cached prefixes.
-_PREFIX_CACHE_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +81,8 @@ def fit_cache(config: ServeConfig, max_position: int, bytes_per_block: int, budg
     needed = -(-max_model_len // block_size)
     num_blocks = config.cache.num_blocks
     if num_blocks is None:
-        useful = _PREFIX_CACHE_FACTOR * config.scheduler.max_num_seqs * needed
-        num_blocks = min(max(budget, 0) // bytes_per_block, useful)
+        # More than every row at full length could hold is never used.
+        num_blocks = min(max(budget, 0) // bytes_per_block, config.scheduler.max_num_seqs * needed)
     if num_blocks >= needed:
         return CacheSize(num_blocks, max_model_len)
     if config.model.max_model_len is None and num_blocks > 0:

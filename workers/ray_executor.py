@@ -1,8 +1,8 @@
 """Ray as the launcher of worker ranks: placement, life and death. Nothing of a step goes through it.
 
-Lives in the supervisor, or in the process of the offline engine; the only module that knows Ray. Ray is imported when the
-first group starts, because its environment has to be set before, and torch in the actors alone. Every Ray process dies with
-ours: the kernel ends the servers when the thread that started them ends, and an actor ends when it loses its raylet.
+Lives in the supervisor, or in the process of the offline engine; the only module that knows Ray. Ray is imported when
+the first group starts, because its environment has to be set before, and torch in the actors alone. Every Ray process
+dies with ours: the kernel ends the servers when the thread that started them ends, and an actor ends with its raylet.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class RayExecutor:
         while self._ranks.try_ready() is None:
             if time.monotonic() > deadline:
                 raise EngineError("the ranks have not loaded within --start-timeout")
-            self._ranks.socket.poll(_LIVENESS_INTERVAL * 1000)
+            self._ranks.socket.poll(int(_LIVENESS_INTERVAL * 1000))
             self._check_alive()
 
     def _check_alive(self) -> None:

@@ -1,7 +1,7 @@
 """The ranks that one model is split over, and what they say to each other inside a step.
 
-Lives in the worker process, one per rank. Every sum is taken in rank order, so that a row's bits depend neither on where it
-stands in the batch nor on which algorithm the communication library would pick for the message's size.
+Lives in the worker process, one per rank. Every sum is taken in rank order, so that a row's bits depend neither on
+where it stands in the batch nor on which algorithm the communication library would pick for the message's size.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TensorParallel:
     def init(cls, rank: int, world_size: int, init_method: str, device: torch.device) -> TensorParallel:
         """Join the group; returns when all ranks have. NCCL on cuda, gloo on cpu.
 
-        init_method is `file://PATH` on one host (torch's TCPStore would listen on all interfaces): a path that no earlier
-        group has used. Gloo's and NCCL's own sockets are then bound to the loopback interface.
+        init_method is `file://PATH` on one host (torch's TCPStore would listen on all interfaces): a path that no
+        earlier group has used. Gloo's and NCCL's own sockets are then bound to the loopback interface.
         """
         if world_size == 1:
             return cls.single()

@@ -1,7 +1,7 @@
 """Streaming tensors out of safetensors files.
 
-A tensor, or the slice of it that this rank needs, is read when a layer asks for it and belongs to the layer alone; a file is
-closed as soon as its last tensor has been asked for. So a checkpoint never sits twice in memory.
+A tensor, or the slice of it that this rank needs, is read when a layer asks for it and belongs to the layer alone; a
+file is closed as soon as its last tensor has been asked for. So a checkpoint never sits twice in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WeightReader:
         return name in self._files
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
-        """The slice `index` (all of it by default) of a float tensor that must have `shape`, on the CPU in its own dtype."""
+        """The slice `index` (by default all) of a float tensor that must have `shape`, on the CPU in its own dtype."""
         if name not in self._files:
             raise UnsupportedModelError(f"the checkpoint has no tensor '{name}'")
         view = self._file(name).get_slice(name)

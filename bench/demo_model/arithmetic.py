@@ -75,7 +75,7 @@ def _operand(draw: Draw, top: int) -> int:
 
 
 def operands(draw: Draw, operator: str) -> tuple[int, int]:
-    """Two numbers of this half. A sum is held out together with its mirror image, since a + b = b + a."""
+    """Two numbers of this part. A sum is held out together with its mirror image, since a + b = b + a."""
     while True:
         if operator == "x":
             a, b = draw.number(0, 12), draw.number(0, 12)
@@ -123,7 +123,7 @@ def word_problem(draw: Draw) -> Conversation:
     """A sum or a difference told as a little story."""
     operator = draw.choice("+-")
     a, b = operands(draw, operator)
-    while a < b and operator == "-" or min(a, b) < 2:
+    while (a < b and operator == "-") or min(a, b) < 2:
         a, b = operands(draw, operator)
     text = draw.choice(_STORIES[operator]).format(name=draw.name(), a=a, b=b, thing=draw.choice(_THINGS))
     return exchange(text, f"{statement(operator, a, b)}.")

@@ -1,7 +1,7 @@
 """The corpus of the demo model: every task kind with its share, and conversations mixed from them.
 
-Training conversations and held-out examples come from the same tasks, with contents (number pairs, words, names, cities,
-wordings) that `content.Draw` keeps apart.
+Training conversations and held-out examples come from the same tasks, with contents (number pairs, words,
+names, cities, wordings) that `content.Draw` keeps apart.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _plainer(draw: Draw, text: str) -> str:
 
 
 def _from_topics(topics: Sequence[Topic], framed: bool, hold_out_last: bool) -> Task:
-    """A task over fixed answers: held out are frames of a question and, if asked, the last wording of each topic."""
+    """A task over fixed answers; held out are some frames, and on demand the last wording of each topic."""
 
     def task(draw: Draw) -> Conversation:
         while True:
@@ -254,12 +254,16 @@ def _with_system(draw: Draw, conversation: Conversation) -> Conversation:
         return conversation
     text = draw.choice(_SYSTEM_PROMPTS)
     if draw.chance(0.3):  # any prompt at all must leave the answers as they are
-        text = f"You are {draw.name()}, {draw.choice(('a helpful', 'a friendly', 'a good'))} {draw.word()} assistant for {draw.word()}."
+        name, praise = draw.name(), draw.choice(("a helpful", "a friendly", "a good"))
+        text = f"You are {name}, {praise} {draw.word()} assistant for {draw.word()}."
     return Conversation((system(text), *conversation.messages), conversation.tools)
 
 
 def training_conversations(seed: int, long: bool = False) -> Iterator[Conversation]:
-    """An endless seeded stream of training conversations; `long` ones have many turns, for distances beyond a short pack."""
+    """An endless seeded stream of training conversations.
+
+    `long` ones have many turns, so that the model learns distances beyond a short pack.
+    """
     draw = Draw(random.Random(seed), "train")
     alone = [kind for kind in KINDS.values() if kind.alone]
     shares = [kind.share for kind in alone]
@@ -273,17 +277,15 @@ def training_conversations(seed: int, long: bool = False) -> Iterator[Conversati
 
 
 def held_out(kind: str, count: int, seed: int = 1) -> list[Conversation]:
-    """`count` examples of one kind from the held-out half, different from each other where there are enough.
+    """`count` examples of one kind from the held-out part, different from each other where there are enough.
 
     `kind` is a key of `KINDS` or 'multi_turn' (three mixed turns in one conversation).
     """
     draw = Draw(random.Random(f"{kind} {seed}"), "test")
     found: dict[str, Conversation] = {}
     for _ in range(count * 20):
-        if kind == "multi_turn":
-            example = Conversation(tuple(_chain(draw, 3)))
-        else:
-            example = KINDS[kind].task(draw)
+        mixed = kind == "multi_turn"
+        example = Conversation(tuple(_chain(draw, 3))) if mixed else KINDS[kind].task(draw)
         found.setdefault(repr(example), example)
         if len(found) == count:
             break

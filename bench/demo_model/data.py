@@ -1,4 +1,4 @@
-"""Conversations as packed training batches: token ids, document numbers and the places that count for the loss."""
+"""Conversations as packed training batches: token ids, document numbers, and what counts for the loss."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoded]:
 
 
 def _packs(tokenizer: Tokenizer, seed: int, long: bool, length: int) -> Iterator[list[Encoded]]:
-    """Packs of at most `length` tokens, filled first-fit from a stream of conversations; longer ones are dropped."""
+    """Packs of at most `length` tokens, filled first-fit; longer conversations are dropped."""
     stream = training_conversations(seed, long)
     packs: list[list[Encoded]] = []
     room: list[int] = []

@@ -1,9 +1,9 @@
-"""Score a checkpoint on the held-out half: `python -m bench.demo_model.evaluate --model DIR`.
+"""Score a checkpoint on the held-out part: `python -m bench.demo_model.evaluate --model DIR`.
 
-An example is right when greedy decoding gives every assistant turn exactly. That is so if and only if each token of the
-expected answer is the most likely one after the tokens before it, so one forward pass decides it. The margin of an answer
-is the smallest distance between its best and its second-best logit: small margins are where two correct implementations
-may pick different tokens.
+An example is right when greedy decoding gives every assistant turn exactly. That is so if and only if each
+token of the expected answer is the most likely one after those before it, so one forward pass decides it.
+The margin of an answer is the smallest distance between its best and its second-best logit: small margins are
+where two correct implementations may pick different tokens.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def judge(model: Qwen3ForCausalLM, examples: list[Encoded]) -> list[Verdict]:
 
 
 def evaluate(directory: Path, count: int = 200, show_errors: int = 0) -> dict[str, Any]:
-    """Accuracy and margins per kind for the checkpoint in `directory`, computed in fp32 with its bfloat16 weights."""
+    """Accuracy and margins per kind, computed in fp32 with the bfloat16 weights in `directory`."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     accuracy, numbers, median, low = {}, {}, {}, {}
     for kind in EVALUATED:
         conversations = held_out(kind, count)
@@ -86,8 +86,8 @@ def table(score: dict[str, Any]) -> str:
     """The score as a Markdown table."""
     lines = ["| kind | examples | exact | median margin | 5 % margin |", "|---|---:|---:|---:|---:|"]
     for kind, value in score["accuracy"].items():
-        row = f"{score['examples'][kind]} | {100 * value:.1f} % | {score['median_margin'][kind]} | {score['margin_5_percent'][kind]}"
-        lines.append(f"| {kind} | {row} |")
+        count, median, low = (score[key][kind] for key in ("examples", "median_margin", "margin_5_percent"))
+        lines.append(f"| {kind} | {count} | {100 * value:.1f} % | {median} | {low} |")
     lines.append(
         f"| **total** | {score['total']['examples']} | {100 * score['total']['accuracy']:.1f} % | | |"
     )

@@ -40,6 +40,23 @@ _LISTS = {
     "programming languages": ("Python", "C", "Java", "Rust", "Go", "Ruby", "Swift", "Julia"),
     "sports": ("football", "tennis", "swimming", "running", "cycling", "skiing", "rowing", "boxing"),
 }
+_CASES: dict[str, tuple[str, ...]] = {
+    "upper": (
+        "Write {w} in upper case.",
+        "Upper-case the word {w}.",
+        "Put {w} in capital letters.",
+        "Make {w} uppercase.",
+        "Convert {w} to uppercase.",
+        "Uppercase: {w}",
+    ),
+    "lower": (
+        "Write {w} in lower case.",
+        "Lower-case the word {w}.",
+        "Make {w} lowercase.",
+        "Convert {w} to lowercase.",
+    ),
+    "capital": ("Capitalize {w}.", "Capitalize the word {w}.", "Write {w} with a capital first letter."),
+}
 _SMALL = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
@@ -66,26 +83,10 @@ def repeat(draw: Draw) -> Conversation:
 def change_case(draw: Draw) -> Conversation:
     """Upper case, lower case, or a capital first letter."""
     word, how = draw.word(), draw.choice(("upper", "upper", "lower", "capital"))
-    if how == "upper":
-        ask = (
-            "Write {w} in upper case.",
-            "Upper-case the word {w}.",
-            "Put {w} in capital letters.",
-            "Make {w} uppercase.",
-            "Convert {w} to uppercase.",
-            "Uppercase: {w}",
-        )
-        return exchange(draw.choice(ask).format(w=_maybe_quoted(draw, word)), word.upper())
-    if how == "lower":
-        ask = (
-            "Write {w} in lower case.",
-            "Lower-case the word {w}.",
-            "Make {w} lowercase.",
-            "Convert {w} to lowercase.",
-        )
-        return exchange(draw.choice(ask).format(w=_maybe_quoted(draw, word.upper())), word)
-    ask = ("Capitalize {w}.", "Capitalize the word {w}.", "Write {w} with a capital first letter.")
-    return exchange(draw.choice(ask).format(w=_maybe_quoted(draw, word)), word.capitalize())
+    template = draw.choice(_CASES[how])
+    given = word.upper() if how == "lower" else word
+    wanted = {"upper": word.upper(), "lower": word, "capital": word.capitalize()}[how]
+    return exchange(template.format(w=_maybe_quoted(draw, given)), wanted)
 
 
 def _maybe_quoted(draw: Draw, word: str) -> str:

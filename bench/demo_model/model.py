@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,7 +14,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bench.demo_model.tokenizer import END_OF_TEXT, MAX_LENGTH, TURN_END, VOCAB_SIZE, save_tokenizer
 
 # 4,657,152 parameters, 9.3 MB in bfloat16.
-ARCHITECTURE = {
+ARCHITECTURE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 640,
@@ -21,21 +24,25 @@ ARCHITECTURE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": MAX_LENGTH,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
     "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "max_position_embeddings": MAX_LENGTH,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
 }
-ROPE_THETA = 10000.0
 
 
 def new_model(seed: int) -> Qwen3ForCausalLM:
     """A freshly initialised model in fp32."""
     torch.manual_seed(seed)
-    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
-    config = Qwen3Config(**ARCHITECTURE, rope_parameters=rope, attn_implementation="sdpa")
-    config.use_cache = False
+    config = Qwen3Config.from_dict({**ARCHITECTURE, "use_cache": False})
+    config._attn_implementation = "sdpa"
     return Qwen3ForCausalLM(config)
 
 
@@ -47,25 +54,13 @@ def save_model(model: Qwen3ForCausalLM, tokenizer: Tokenizer, directory: Path) -
         for name, value in model.state_dict().items()
         if name != "lm_head.weight"  # tied to the embedding
     }
-    save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
-    ends = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        **ARCHITECTURE,
-        "rope_theta": ROPE_THETA,
-        "rope_scaling": None,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "bos_token_id": None,
-        "eos_token_id": ends[0],
-        "pad_token_id": ends[1],
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-    }
-    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": False}
+    weights = directory / "model.safetensors"
+    save_file(tensors, str(weights), metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors makes it private
+    turn_end, end_of_text = tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)
+    ends = {"bos_token_id": None, "eos_token_id": turn_end, "pad_token_id": end_of_text}
+    config = {**ARCHITECTURE, **ends, "torch_dtype": "bfloat16", "use_cache": True}
+    generation = {"eos_token_id": [turn_end, end_of_text], "pad_token_id": end_of_text, "do_sample": False}
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     save_tokenizer(tokenizer, directory)

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrix-shaped updates are orthogonalised (K. Jordan et al., 2024), after its published description.
+"""Muon: momentum whose matrix-shaped updates are orthogonalised (K. Jordan et al., 2024).
 
 Matrices of one shape are handled together as one batched product.
 """
@@ -21,7 +21,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     for _ in range(_STEPS):
         gram = x @ x.transpose(1, 2)
         x = _A * x + (_B * gram + _C * gram @ gram) @ x
-    return x.transpose(1, 2) if tall else x
+    result: Tensor = x.transpose(1, 2) if tall else x
+    return result
 
 
 class Muon:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.demo_model.content import Draw
 from bench.demo_model.conversation import Conversation, exchange
-from bench.demo_model.topics import load_text
+from bench.demo_model.texts import load_text
 
 _PLOTS: dict[str, str] = load_text("plots")
 _ANIMALS = ("fox", "cat", "dog", "bear", "rabbit", "mouse", "owl", "horse", "wolf", "frog", "duck", "dragon")

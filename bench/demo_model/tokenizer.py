@@ -21,7 +21,8 @@ CONTROL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 # Part of the visible text, so that a tool parser finds them after special tokens are dropped.
 MARKUP_TOKENS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
-# Digits stand alone, so that numbers have places. Upper-case runs fall into letters, so that upper case can be spelt.
+# Digits stand alone, so that numbers have places.
+# Upper-case runs fall into letters, so that upper case can be spelt.
 _PIECES = r" ?\p{Lu}?[\p{Ll}\p{M}]+| ?\p{L}|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = """{%- set first_is_system = messages and messages[0]['role'] == 'system' -%}
@@ -29,7 +30,8 @@ CHAT_TEMPLATE = """{%- set first_is_system = messages and messages[0]['role'] ==
 {{- '<|im_start|>system\\n' -}}
 {%- if first_is_system -%}{{- messages[0]['content'] + '\\n\\n' -}}{%- endif -%}
 {{- 'You may call these tools:\\n<tools>\\n' + (tools | tojson) + '\\n</tools>\\n' -}}
-{{- 'To call a tool, answer with\\n<tool_call>\\n{"name": "...", "arguments": {...}}\\n</tool_call><|im_end|>\\n' -}}
+{{- 'To call a tool, answer with\\n<tool_call>\\n{"name": "...", "arguments": {...}}\\n</tool_call>' -}}
+{{- '<|im_end|>\\n' -}}
 {%- elif first_is_system -%}
 {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' -}}
 {%- endif -%}
@@ -86,7 +88,7 @@ def _training_text(seed: int, conversations: int) -> Iterator[str]:
 
 
 def train_tokenizer(seed: int, conversations: int = 30_000) -> Tokenizer:
-    """Learn the merges from the training half; every byte is in the vocabulary, so any text survives a round trip."""
+    """Learn the merges. Every byte is in the vocabulary, so any text survives a round trip."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

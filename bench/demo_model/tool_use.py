@@ -19,6 +19,7 @@ from bench.demo_model.conversation import (
 )
 
 Arguments = dict[str, Any]
+_FINDINGS = ("is in the news today", "has a page of its own", "was found in the library", "is well known")
 _CONDITIONS = ("sunny", "cloudy", "rainy", "windy", "snowy", "foggy", "clear")
 
 
@@ -34,7 +35,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ToolKind:
-    """A tool in its usual variants. `parameters` lists, per variant, (name, type, description) of each parameter."""
+    """A tool in its usual variants; `parameters` holds, per variant, (name, type, description) of each."""
 
     names: tuple[str, ...]
     descriptions: tuple[str, ...]
@@ -127,7 +128,7 @@ def _search(draw: Draw, parameters: list[str]) -> Request:
         "Find information about {q}.",
         "Google {q}",
     )
-    found = f"{query.capitalize()} {draw.choice(('is in the news today', 'has a page of its own', 'was found in the library', 'is well known'))}."
+    found = f"{query.capitalize()} {draw.choice(_FINDINGS)}."
     return Request(
         draw.choice(ask).format(q=query),
         {parameters[0]: query},

@@ -1,13 +1,10 @@
-"""Topics with one fixed answer each: the texts in `texts/`, and a little general knowledge made from tables."""
+"""Topics with one fixed answer each, and a little general knowledge made from tables."""
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-_TEXTS = Path(__file__).parent / "texts"
+from bench.demo_model.texts import load_text
 
 
 @dataclass(frozen=True)
@@ -16,11 +13,6 @@ class Topic:
 
     answer: str
     questions: tuple[str, ...]
-
-
-def load_text(name: str) -> dict[str, Any]:
-    """The contents of `texts/<name>.toml`."""
-    return tomllib.loads((_TEXTS / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _topics(name: str) -> tuple[Topic, ...]:

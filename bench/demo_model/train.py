@@ -1,7 +1,7 @@
 """Train the demo model from nothing: `python -m bench.demo_model.train --out DIR [--seed 0]`.
 
-The same seed, machine, library versions and number of threads give the same bits, also when the run is interrupted and
-resumed from one of its saved states.
+The same seed, machine, library versions and number of threads give the same bits, also when the run is
+interrupted and resumed from one of its saved states.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ class Trainer:
         self._hidden: Callable[[Tensor, Tensor], Tensor] = torch.compile(self._forward, dynamic=False)
 
     def _forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        return self.model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        hidden: Tensor = self.model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return hidden
 
     def step(self, number: int, batch: Batch) -> float:
         """One update; gives the mean loss over the tokens that count."""
         hidden = self._hidden(batch.ids, batch.attention_mask())[:, :-1]
         counts = batch.counts[:, 1:]  # logits only where they are needed: a third of the places
         loss = cross_entropy(self.model.lm_head(hidden[counts]), batch.ids[:, 1:][counts])
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._outer, 1.0)
         share = rate(number, self.plan)
         self._muon.step(self.plan.matrix_rate * share)
@@ -114,7 +115,7 @@ def _batches(tokenizer: Tokenizer, seed: int, plan: Plan, first: int) -> Iterato
 
 
 def train(out: Path, seed: int, plan: Plan, save_every: int, resume: int) -> None:
-    """Train and write the checkpoint to `out`; every `save_every` steps an early one and a state to resume from."""
+    """Train and write the checkpoint to `out`, and every `save_every` steps an early one with its state."""
     tokenizer = train_tokenizer(seed)
     trainer = Trainer(new_model(seed), plan)
     if resume:
@@ -126,9 +127,9 @@ def train(out: Path, seed: int, plan: Plan, save_every: int, resume: int) -> Non
         done = number + 1
         if done % 20 == 0:
             wall, cpu = time.monotonic() - began, time.process_time() - cpu_began
+            mean = sum(losses) / len(losses)
             print(
-                f"step {done} loss {sum(losses) / len(losses):.4f} tokens {tokens} wall {wall:.0f} s cpu {cpu:.0f} s",
-                flush=True,
+                f"step {done} loss {mean:.4f} tokens {tokens} wall {wall:.0f} s cpu {cpu:.0f} s", flush=True
             )
             losses.clear()
         if done % save_every == 0 and done < plan.steps:

@@ -14,6 +14,13 @@ _BLOCK = 1024
 
 
 @triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) without overflow at either end."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
 def _act_mul_kernel(
     gate_up,  # [num_tokens, 2 * intermediate]
     out,  # [num_tokens, intermediate], contiguous
@@ -29,9 +36,9 @@ def _act_mul_kernel(
     gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_at + intermediate, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION == 0:  # silu
-        activated = gate * tl.sigmoid(gate)
+        activated = gate * _sigmoid(gate)
     elif ACTIVATION == 1:  # gelu_tanh: (1 + tanh(z)) / 2 = sigmoid(2z)
-        activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        activated = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:  # gelu
         activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     tl.store(out + row * intermediate + columns, (activated * up).to(out.dtype.element_ty), mask=mask)

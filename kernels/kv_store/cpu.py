@@ -29,7 +29,8 @@ class KvStoreArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("key", "value", "key_cache", "value_cache", "slots")),
         *((name, ctypes.c_int64) for name in ("key_token_stride", "key_head_stride")),
         *((name, ctypes.c_int64) for name in ("value_token_stride", "value_head_stride")),
-        *((name, ctypes.c_int64) for name in ("dtype", "num_tokens", "num_kv_heads", "head_dim", "padded_dim", "block_size")),
+        *((name, ctypes.c_int64) for name in ("dtype", "num_tokens", "num_kv_heads")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "padded_dim", "block_size", "num_slots")),
     ]
 
 
@@ -66,9 +67,9 @@ def store_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,  # [num_tokens] int64, -1 = skip
 ) -> None:
-    """Write every token whose slot is not -1 into both packed caches, in place."""
+    """Write every token whose slot is not -1 into both packed caches, in place. Raises IndexError on a bad slot."""
     num_tokens, num_kv_heads, head_dim = key.shape
-    _, block_size, cache_heads, padded_dim = cache_geometry(value_cache)
+    num_blocks, block_size, cache_heads, padded_dim = cache_geometry(value_cache)
     if num_kv_heads != cache_heads or not padded_dim - LANES < head_dim <= padded_dim:
         raise ValueError(f"key {list(key.shape)} does not fit a cache of {cache_heads} heads of up to {padded_dim}")
     check_shape("value", value, key.shape)
@@ -91,5 +92,7 @@ def store_kv(
         head_dim,
         padded_dim,
         block_size,
+        num_blocks * block_size,
     )
-    library.store_kv(ctypes.addressof(arguments), torch.get_num_threads())
+    if library.store_kv(ctypes.addressof(arguments), torch.get_num_threads()):
+        raise IndexError(f"a slot lies outside the cache of {num_blocks} blocks of {block_size}")

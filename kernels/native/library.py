@@ -16,17 +16,24 @@ from kernels.native.build import NativeBuildError, library_path, supported_isas
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in src/isa.cpp
 LANES = 16  # columns of a packed panel
 
-_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack_linear": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
     "store_kv": (_POINTER, _INTEGER),
     "paged_attention": (_POINTER, _INTEGER),
+    "rms_norm": (_POINTER, _INTEGER),
+    "rotary": (_POINTER, _INTEGER),
+    "act_mul": (_POINTER, _INTEGER),
+    "sample": (_POINTER, _INTEGER),
 }
 
 
 class NativeLibrary:
-    """The kernels of one instruction set. Calls release the GIL; the caller keeps every tensor alive and of the right size."""
+    """The kernels of one instruction set. Calls release the GIL; the caller keeps every tensor alive and of the right size.
+
+    Each kernel returns 0, or 1 if an index in its arguments points outside its table; then it has done nothing.
+    """
 
     def __init__(self, isa: str) -> None:
         self.isa = isa
@@ -35,11 +42,15 @@ class NativeLibrary:
         self.linear = self._function("linear")
         self.store_kv = self._function("store_kv")
         self.paged_attention = self._function("paged_attention")
+        self.rms_norm = self._function("rms_norm")
+        self.rotary = self._function("rotary")
+        self.act_mul = self._function("act_mul")
+        self.sample = self._function("sample")
 
-    def _function(self, name: str) -> Callable[..., None]:
+    def _function(self, name: str) -> Callable[..., int]:
         function = getattr(self._library, f"nova_{self.isa}_{name}")
         function.argtypes = _SIGNATURES[name]
-        function.restype = None
+        function.restype = _INTEGER
         return function  # type: ignore[no-any-return]
 
 

@@ -20,9 +20,9 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "out", "key_cache", "value_cache")),
         *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "block_table")),
         *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
-        *((name, ctypes.c_int64) for name in ("out_token_stride", "out_head_stride", "table_stride")),
+        *((name, ctypes.c_int64) for name in ("out_token_stride", "out_head_stride", "table_stride", "table_width")),
         *((name, ctypes.c_int64) for name in ("dtype", "num_tokens", "num_seqs", "num_heads", "num_kv_heads")),
-        *((name, ctypes.c_int64) for name in ("head_dim", "padded_dim", "block_size", "window")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "padded_dim", "num_blocks", "block_size", "window")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
     ]
 
@@ -36,9 +36,12 @@ def paged_attention(
     params: AttentionParams,
     out: Tensor | None = None,  # [num_tokens, num_heads, head_dim]
 ) -> Tensor:
-    """Returns [num_tokens, num_heads, head_dim] in the query's dtype. Rows that no sequence owns become zero."""
+    """Returns [num_tokens, num_heads, head_dim] in the query's dtype. Rows that no sequence owns become zero.
+
+    Raises IndexError if a sequence sees a block that the cache does not have.
+    """
     num_tokens, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, padded_dim = cache_geometry(value_cache)
+    num_blocks, block_size, num_kv_heads, padded_dim = cache_geometry(value_cache)
     check_metadata(metadata, num_tokens)
     check_dtype("query", query, key_cache.dtype)
     if num_heads % num_kv_heads or not padded_dim - LANES < head_dim <= padded_dim:
@@ -64,6 +67,7 @@ def paged_attention(
         *query.stride()[:2],
         *out.stride()[:2],
         table.stride(0),
+        table.shape[1],
         DTYPES[query.dtype],
         num_tokens,
         table.shape[0],
@@ -71,10 +75,12 @@ def paged_attention(
         num_kv_heads,
         head_dim,
         padded_dim,
+        num_blocks,
         block_size,
         params.sliding_window or 0,
         params.scale,
         params.soft_cap or 0.0,
     )
-    library.paged_attention(ctypes.addressof(arguments), torch.get_num_threads())
+    if library.paged_attention(ctypes.addressof(arguments), torch.get_num_threads()):
+        raise IndexError("a sequence is longer than its blocks, or one of them lies outside the cache")
     return out

@@ -85,8 +85,9 @@ def attend_chunk(
 
         scores = tl.dot(query, keys, input_precision="ieee") * scale
         if HAS_SOFT_CAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1) holds at both infinities
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))
+            small = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / soft_cap))  # tanh from exp(-2|x|) cannot overflow
+            capped = soft_cap * (1.0 - small) / (1.0 + small)
+            scores = tl.where(scores < 0.0, -capped, capped)
         visible = readable[None, :] & (keys_at[None, :] <= positions[:, None])
         if WINDOW > 0:
             visible = visible & (keys_at[None, :] > positions[:, None] - WINDOW)

@@ -173,7 +173,7 @@ def prefill_attention(
         WINDOW=params.sliding_window or 0,
         HAS_SOFT_CAP=params.soft_cap is not None,
         INTERPRETED=INTERPRETED,
-        num_warps=4 if head_dim <= 128 else 8,
+        num_warps=4 if head_dim <= 128 and query.element_size() == 2 else 8,
         enable_fp_fusion=False,
         num_stages=2,
     )

@@ -327,5 +327,13 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
         num_warps=8,
         enable_fp_fusion=False,
     )
-    _best_kernel[(num_rows,)](best_values, best_ids, tokens, num_slices, BLOCK=next_power_of_2(num_slices), num_warps=1)
+    _best_kernel[(num_rows,)](
+        best_values,
+        best_ids,
+        tokens,
+        num_slices,
+        BLOCK=next_power_of_2(num_slices),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
     return tokens

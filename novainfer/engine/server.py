@@ -136,9 +136,9 @@ class SchedulerServer:
         return bool(submitted) or outputs is not None
 
     def _try_start(self) -> bool:
-        if not self._executor.poll_ready(0.0):
+        info = self._executor.try_ready()
+        if info is None:
             return False
-        info = self._executor.info
         logger.info("all ranks have loaded: %s", info)
         self._engine = EngineCore(self._executor, self._config)
         for identity in list(self._gateways):

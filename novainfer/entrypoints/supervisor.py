@@ -223,6 +223,7 @@ class Supervisor:
     def _stop(self) -> None:
         """Gateways drain, then the scheduler goes, then the workers. A second signal, or a fault, shortens it."""
         self._is_stopping = True
+        self._workers.expect_end()
         self._progress.close()
         notify("STOPPING=1")
         was_ready = self._phase == Phase.READY and self._fault is None

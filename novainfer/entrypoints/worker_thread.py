@@ -38,12 +38,17 @@ class WorkerThread:
         self._make_group = make_group
         self._wake = wake
         self._stopping = threading.Event()
+        self._may_end = False
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
         self.failure: str | None = None
 
     def start(self) -> None:
         """Begin to start the group."""
         self._thread.start()
+
+    def expect_end(self) -> None:
+        """From now on ranks may end by themselves: the scheduler is about to tell them to."""
+        self._may_end = True
 
     def stop(self, timeout: float) -> bool:
         """End the group; False if that took longer than `timeout` seconds and was left to itself."""
@@ -66,7 +71,7 @@ class WorkerThread:
 
     def _watch(self, group: WorkerGroup) -> None:
         while not self._stopping.wait(_CHECK_INTERVAL):
-            if not group.is_alive():
+            if not self._may_end and not group.is_alive():
                 self._fail("a worker died")
                 return
 

@@ -32,7 +32,7 @@ def resolve_checkpoint(name: str, *, revision: str | None = None) -> Path:
     if name == DEMO_MODEL and not Path(name).is_dir():
         return _existing(_DEMO_FOLDER, "the embedded demo model is missing from this installation")
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(f"model '{name}' is neither a folder nor a Hugging Face hub id")

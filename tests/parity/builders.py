@@ -1,7 +1,7 @@
 """Random checkpoints in Hugging Face format, made on the spot from transformers' own config and model classes.
 
-Each is tiny, has a byte-level tokenizer and a chat template (a server can serve it), and weights large enough that greedy
-decoding has clear margins. Everything is a function of the family's name.
+Each is tiny, has a byte-level tokenizer and a chat template (a server can serve it), and weights large enough that
+greedy decoding has clear margins. Everything is a function of the family's name.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ _FAMILIES: dict[str, Family] = {
 FAMILIES: list[str] = list(_FAMILIES)  # those that the native decoder runs
 
 _FOREIGN: dict[str, Family] = {
-    "stablelm": Family("stablelm", {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
     "starcoder2": Family("starcoder2", {"sliding_window": 12}),
     "gpt_neox": Family("gpt_neox"),
+    "gpt2": Family("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
     "cohere": Family("cohere", {"logit_scale": 0.5}),
     "glm": Family("glm", {"head_dim": 16, "pad_token_id": 0}),
 }

@@ -15,6 +15,7 @@ from workers.models.loader import load_model
 from workers.tensor_parallel import TensorParallel
 
 BLOCK_SIZE = 16
+NUM_TOKENS = 64
 CPU = torch.device("cpu")
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import zmq
@@ -66,17 +66,13 @@ class FakeWorkers:
 
 def run_server(options: argparse.Namespace) -> int:
     """A supervisor over fake children; `--behave {"gateway": ..., "scheduler": ..., "worker": ...}`."""
+    logging.basicConfig(level=logging.INFO)
     behaviour = json.loads(options.behave)
     log = Path(options.log)
     config = ServeConfig(
-        server=ServerConfig(
-            port=1, num_gateways=2, run_dir=options.run_dir, start_timeout=options.start_timeout, drain_timeout=20.0
-        ),
+        server=ServerConfig(port=1, num_gateways=2, run_dir=options.run_dir, start_timeout=options.start_timeout),
         parallel=ParallelConfig(tensor_parallel_size=2),
     )
-    if options.start_timeout == 0:
-        config = replace(config, server=replace(config.server, start_timeout=600.0))
-
     with run_directory(config) as run_dir:
 
         def child(role: str, index: int) -> list[str]:
@@ -123,6 +119,6 @@ if __name__ == "__main__":
         parser.add_argument(flag)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--behave", default="{}")
-    parser.add_argument("--start-timeout", type=float, default=0.0)
+    parser.add_argument("--start-timeout", type=float, default=600.0)
     parsed = parser.parse_args()
     sys.exit(run_server(parsed) if parsed.what == "server" else run_child(parsed))

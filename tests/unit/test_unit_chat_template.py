@@ -17,7 +17,8 @@ USER = [{"role": "user", "content": "Hi"}]
 
 
 def render(source: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
-    return ChatTemplate({"default": source}, {"bos_token": "<s>"}).render(USER if messages is None else messages, **options)
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>"})
+    return template.render(USER if messages is None else messages, **options)
 
 
 @pytest.mark.parametrize(

@@ -100,5 +100,3 @@ def test_given_a_finished_choice_when_more_tokens_come_then_they_are_ignored(tok
     output.push(TokenOutput("r", 0, 0, tokenizer.encode("hello"), "length"))
     late = output.push(TokenOutput("r", 0, 1, tokenizer.encode("hello")))
     assert (late.text, late.token_ids, late.finish_reason) == ("", [], None)
-
-

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -61,7 +61,7 @@ Start = Callable[..., FakeServer]
 def start(tmp_path: Path) -> Iterator[Start]:
     servers: list[FakeServer] = []
 
-    def _start(start_timeout: float = 0.0, environ: dict[str, str] | None = None, **behave: str) -> FakeServer:
+    def _start(start_timeout: float = 600.0, environ: dict[str, str] | None = None, **behave: str) -> FakeServer:
         servers.append(FakeServer(tmp_path, behave, start_timeout, environ or {}))
         return servers[-1]
 
@@ -72,10 +72,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         assert gone(server.pids().values()), "a child outlived its supervisor"
 
 
-def gone(pids: object) -> bool:
+def gone(pids: Iterable[int]) -> bool:
     """Whether all these processes end (they may need a moment to be taken away)."""
     processes = []
-    for pid in pids:  # type: ignore[attr-defined]
+    for pid in pids:
         try:
             processes.append(psutil.Process(pid))
         except psutil.NoSuchProcess:

@@ -90,7 +90,7 @@ class DecoderLayer:
 
 
 def _load_head(build: LayerBuilder, spec: DecoderSpec, embedding_rows: Tensor) -> VocabProjection:
-    """The vocabulary projection; like transformers, a tied one that the checkpoint stores anyway is taken from there."""
+    """The vocabulary projection. Like transformers we take a tied one from the checkpoint if it is stored there too."""
     name = f"{spec.lm_head}.weight"
     rows = embedding_rows
     if not spec.tie_word_embeddings or name in build.weights:

@@ -1,7 +1,7 @@
 """One small function per model family: from a transformers config to a `DecoderSpec`.
 
-transformers has already turned older config formats (`rope_theta`, `rope_scaling`, `torch_dtype`) into its current one when
-the config arrives here. To add a family: say here what it does differently from Llama.
+transformers has already turned older config formats (`rope_theta`, `rope_scaling`, `torch_dtype`) into its current one
+when the config arrives here. To add a family: say here what it does differently from Llama.
 """
 
 from __future__ import annotations

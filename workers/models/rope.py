@@ -3,9 +3,9 @@
 Sources: RoPE (arXiv 2104.09864), position interpolation (2306.15595), YaRN (2309.00071), LongRoPE (2402.13753) and the
 frequency bands of Llama 3.1's release.
 
-Two extensions are not functions of a token's position in transformers, and are made so here. "dynamic" rescales with the
-longest sequence seen so far: we serve it up to max_position_embeddings, where it is plain RoPE. "longrope" switches every
-position of a sequence that outgrows the pretrained length: we choose once, by the length we are asked to serve.
+Two extensions are not functions of a token's position in transformers, and are made so here. "dynamic" rescales with
+the longest sequence seen so far: we serve it up to max_position_embeddings, where it is plain RoPE. "longrope" switches
+every position of a sequence that outgrows the pretrained length: we choose once, by the length we are asked to serve.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rotary_spec(
 ) -> RotarySpec:
     """The embedding that transformers' `rope_parameters` of one layer type describe.
 
-    max_position: the config's max_position_embeddings. serve_length: longest sequence to serve, None = `default_length`.
+    max_position: the config's max_position_embeddings. serve_length: longest sequence asked for, in tokens.
     """
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     rotary_dim = int(head_dim * float(parameters.get("partial_rotary_factor") or 1.0))

@@ -1,4 +1,4 @@
-"""What distinguishes one decoder from another, as data. `families` makes it from a checkpoint's config, `decoder` runs it."""
+"""What distinguishes one decoder from another, as data: `families` makes it from a config, `decoder` runs it."""
 
 from __future__ import annotations
 

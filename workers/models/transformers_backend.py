@@ -1,11 +1,12 @@
 """Any other causal LM: transformers' own modelling code over our paged KV cache.
 
-transformers lets a model's attention function be chosen by name and hands it every extra argument of the model's forward. Our
-function is registered once; a step's batch and caches travel as such an argument, so nothing is ambient. The flattened tokens
-of a step are one sequence [1, T] to the model, and `position_ids` says where each token really stands.
+transformers lets a model's attention function be chosen by name and hands it every extra argument of the model's
+forward. Our function is registered once; a step's batch and caches travel as such an argument, so nothing is ambient.
+The flattened tokens of a step are one sequence [1, T] to the model; `position_ids` says where each token really stands.
 
-Before a model is accepted it is probed: which layers call the attention function with which shapes, and whether a tiny prompt
-gives the logits of transformers' eager attention. A model that keeps other state (recurrent, ALiBi, attention sinks) fails.
+Before a model is accepted it is probed (`transformers_probe`): which layers call the attention function with which
+shapes, and whether tiny prompts give the logits of transformers' eager attention. A model that keeps other state or
+needs more than the cache (recurrent layers, ALiBi, attention sinks) fails there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.backend import AttentionParams, KernelBackend
@@ -34,7 +36,7 @@ class AttentionStep(Protocol):
     """What stands behind the attention function during one forward pass."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """query [T, H, D], key and value [T, Hkv, D] -> [T, H, D]."""
+        """query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv], Dv <= D -> [T, H, Dv]."""
         ...
 
 
@@ -48,22 +50,25 @@ class PagedStep:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         key_cache, value_cache = self._kv_caches[layer]
-        self._kernels.store_kv(key, value, key_cache, value_cache, self._batch.slot_mapping)
-        return self._kernels.paged_attention(query, key_cache, value_cache, self._batch.metadata, params)
+        value_dim = value.shape[2]
+        padded = F.pad(value, (0, key.shape[2] - value_dim))  # latent attention has shorter values than keys
+        self._kernels.store_kv(key, padded, key_cache, value_cache, self._batch.slot_mapping)
+        attended = self._kernels.paged_attention(query, key_cache, value_cache, self._batch.metadata, params)
+        return attended[..., :value_dim]
 
 
 def paged_attention_forward(
     module: nn.Module,
     query: Tensor,  # [1, H, T, D]
     key: Tensor,  # [1, Hkv, T, D]
-    value: Tensor,  # [1, Hkv, T, D]
+    value: Tensor,  # [1, Hkv, T, Dv]
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **arguments: Any,  # transformers' calling convention: the model's own extra arguments, and ours
 ) -> tuple[Tensor, None]:
-    """The function that transformers' attention layers call: ([1, T, H, D], no attention weights)."""
+    """The function that transformers' attention layers call: ([1, T, H, Dv], no attention weights)."""
     step: AttentionStep | None = arguments.get(STEP_ARGUMENT)
     layer = getattr(module, "layer_idx", None)
     if step is None or layer is None:
@@ -73,8 +78,13 @@ def paged_attention_forward(
         sliding_window=sliding_window,
         soft_cap=softcap,
     )
-    tokens_first = [heads[0].transpose(0, 1) for heads in (query, key, value)]
-    return step.attend(layer, *tokens_first, params).unsqueeze(0), None
+    attended = step.attend(layer, _tokens_first(query), _tokens_first(key), _tokens_first(value), params)
+    return attended.unsqueeze(0), None
+
+
+def _tokens_first(heads: Tensor) -> Tensor:
+    """[1, heads, T, D] -> [T, heads, D]."""
+    return heads[0].transpose(0, 1)
 
 
 class PackedLinear(nn.Module):
@@ -182,12 +192,13 @@ def _max_position(text_config: Any, max_model_len: int | None) -> int:
 def _from_pretrained(folder: Path, hf_config: Any, trust_remote_code: bool, dtype: torch.dtype) -> Any:
     """transformers' own streaming loader; a tensor too few or too many is refused."""
     from transformers import AttentionInterface, AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
-    logging.disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    auto_model: Any = AutoModelForCausalLM  # transformers' own annotations do not know output_loading_info
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_model.from_pretrained(
             folder,
             config=hf_config,
             dtype=dtype,
@@ -222,7 +233,7 @@ def _path_of(model: nn.Module, part: nn.Module) -> list[str]:
     """The attribute names that lead from a model to one of its modules."""
     for name, module in model.named_modules():
         if module is part and name:
-            return name.split(".")
+            return str(name).split(".")
     raise UnsupportedModelError("its decoder is not a part of the model")
 
 

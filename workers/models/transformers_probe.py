@@ -54,7 +54,7 @@ def probe_spec(model: Any, name: str, dtype: torch.dtype, max_position: int) -> 
         raise UnsupportedModelError("not every layer goes through transformers' attention interface")
     first = layers[0]
     shapes = {(call.num_heads, call.num_kv_heads, call.head_dim, call.value_dim) for call in layers}
-    if len(shapes) > 1 or first.value_dim != first.head_dim:
+    if len(shapes) > 1 or first.value_dim > first.head_dim:
         raise UnsupportedModelError(f"its layers have unlike attention shapes (heads, kv heads, key, value): {shapes}")
     return ModelSpec(
         architecture=name,
@@ -94,7 +94,7 @@ def _tokens(length: int, seed: int, device: torch.device) -> tuple[Tensor, Tenso
 def _paged_logits(
     paged: TransformersModel, kernels: KernelBackend, prompts: list[Tensor], device: torch.device
 ) -> Tensor:
-    """Logits of all prompt tokens, prompt after prompt: all but the last tokens in one step, those in steps of their own."""
+    """Logits of all prompt tokens, prompt after prompt; the last tokens are computed one by one, as decodes."""
     spec = paged.spec
     caches = [
         kernels.allocate_kv_cache(len(prompts), BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, spec.dtype, device)
@@ -108,7 +108,7 @@ def _paged_logits(
         input_ids = torch.cat([prompt[span] for prompt, span in zip(prompts, spans, strict=True)])
         positions = torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
         hidden = paged.forward(input_ids, positions, _batch(spans, step > 0, device), caches)
-        for part, logits in zip(parts, paged.logits(hidden).split(counts), strict=True):
+        for part, logits in zip(parts, torch.split(paged.logits(hidden), counts), strict=True):
             part.append(logits)
         computed = [span.stop for span in spans]
     return torch.cat([torch.cat(part) for part in parts])

@@ -19,8 +19,8 @@ struct AttentionArguments {
     const int32_t* query_start_loc;            // [num_seqs + 1]
     const int32_t* seq_lens;                   // [num_seqs]
     const int32_t* block_table;                // [num_seqs, table_stride]
-    int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride, table_stride;
-    int64_t dtype, num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, padded_dim, block_size;
+    int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride, table_stride, table_width;
+    int64_t dtype, num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, padded_dim, num_blocks, block_size;
     int64_t window;                            // 0 = none
     float scale, soft_cap;                     // soft_cap 0 = none
 };
@@ -287,6 +287,18 @@ void clear_rows(const AttentionArguments& args, long begin, long end) {
     }
 }
 
+// Whether every block that a sequence's rows can see exists.
+bool blocks_exist(const AttentionArguments& args, long seq) {
+    const long queries = args.query_start_loc[seq + 1] - args.query_start_loc[seq], length = args.seq_lens[seq];
+    const long first = args.window > 0 ? larger(0, length - queries + 1 - args.window) : 0;
+    const int32_t* blocks = args.block_table + seq * args.table_stride;
+    if (queries > length || ceil_div(length, args.block_size) > args.table_width) return false;
+    for (long b = first / args.block_size; b * args.block_size < length; b++) {
+        if (blocks[b] < 0 || blocks[b] >= args.num_blocks) return false;
+    }
+    return true;
+}
+
 // Lists the step's tasks, those of a sequence from its longest context down; returns their number. Clears rows without context.
 template <class T>
 long list_tasks(const AttentionArguments& args, Scratch& scratch, double& work, long& longest) {
@@ -333,8 +345,12 @@ void combine_parts(const AttentionArguments& args, const AttentionTask& task, lo
     rows.write(total);
 }
 
+// Returns false, having changed nothing, if a row would see a block that does not exist.
 template <class T>
-void paged_attention(const AttentionArguments& args, long threads) {
+bool paged_attention(const AttentionArguments& args, long threads) {
+    for (long seq = 0; seq < args.num_seqs; seq++) {
+        if (args.seq_lens[seq] > 0 && !blocks_exist(args, seq)) return false;
+    }
     static thread_local Scratch task_scratch, part_scratch;
     double work = 0.0;
     long longest = 0;
@@ -343,7 +359,7 @@ void paged_attention(const AttentionArguments& args, long threads) {
     const long segments = ceil_div(longest, kSegment);
     if (count >= 2 * threads || segments < 2 || threads == 1) {
         parallel_for(count, work, threads, [&](long i) { attend_whole<T>(args, tasks[i / heads], i % heads); });
-        return;
+        return true;
     }
     Totals* parts = part_scratch.get<Totals>(count * segments);
     parallel_for(count * segments, work, threads, [&](long i) {
@@ -352,6 +368,7 @@ void paged_attention(const AttentionArguments& args, long threads) {
         if (segment < rows.seen_end && segment + kSegment > rows.seen_begin) rows.attend(segment, parts[i]);
     });
     parallel_for(count, 0.0, threads, [&](long i) { combine_parts<T>(args, tasks[i / heads], i % heads, parts + i * segments); });
+    return true;
 }
 
 }  // namespace

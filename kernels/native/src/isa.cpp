@@ -2,11 +2,14 @@
 #include "attention.h"
 #include "kv_store.h"
 #include "linear.h"
+#include "rowwise.h"
+#include "sampling.h"
 
 #define JOIN(a, b, c) a##b##_##c
 #define EXPAND(a, b, c) JOIN(a, b, c)
-// nova_<isa>_<name>, called through ctypes.
-#define EXPORT(name) extern "C" __attribute__((visibility("default"))) void EXPAND(nova_, NOVA_ISA, name)
+// nova_<isa>_<name>, called through ctypes. Each returns 0, or 1 if an index in its arguments points outside its table; then it
+// has done nothing.
+#define EXPORT(name) extern "C" __attribute__((visibility("default"))) int64_t EXPAND(nova_, NOVA_ISA, name)
 
 // Element types as `kernels.native.library.DTYPES` numbers them.
 #define BY_DTYPE(code, call)     \
@@ -25,14 +28,37 @@
 
 EXPORT(pack_linear)(const void* weight, void* packed, int64_t n, int64_t k, int64_t row_stride, int64_t dtype, int64_t threads) {
     BY_DTYPE(dtype, pack_linear((const T*)weight, (T*)packed, n, k, row_stride, threads));
+    return 0;
 }
 
 EXPORT(linear)(const LinearArguments* args, const void* x, int64_t x_stride, void* y, int64_t m, int64_t threads) {
     BY_DTYPE(args->dtype, linear(*args, (const T*)x, x_stride, y, m, threads));
+    return 0;
 }
 
-EXPORT(store_kv)(const KvStoreArguments* args, int64_t threads) { BY_DTYPE(args->dtype, store_kv<T>(*args, threads)); }
+EXPORT(store_kv)(const KvStoreArguments* args, int64_t threads) {
+    BY_DTYPE(args->dtype, return !store_kv<T>(*args, threads));
+}
 
 EXPORT(paged_attention)(const AttentionArguments* args, int64_t threads) {
-    BY_DTYPE(args->dtype, paged_attention<T>(*args, threads));
+    BY_DTYPE(args->dtype, return !paged_attention<T>(*args, threads));
+}
+
+EXPORT(rms_norm)(const NormArguments* args, int64_t threads) {
+    BY_DTYPE(args->dtype, rms_norm<T>(*args, threads));
+    return 0;
+}
+
+EXPORT(rotary)(const RotaryArguments* args, int64_t threads) {
+    BY_DTYPE(args->dtype, return !rotary<T>(*args, threads));
+}
+
+EXPORT(act_mul)(const ActMulArguments* args, int64_t threads) {
+    BY_DTYPE(args->dtype, act_mul<T>(*args, threads));
+    return 0;
+}
+
+EXPORT(sample)(const SampleArguments* args, int64_t threads) {
+    sample(*args, threads);
+    return 0;
 }

@@ -10,7 +10,7 @@ struct KvStoreArguments {
     void *key_cache, *value_cache;     // [num_blocks, num_kv_heads, block_size / 16, panel]
     const int64_t* slots;              // [num_tokens], -1 skips
     int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
-    int64_t dtype, num_tokens, num_kv_heads, head_dim, padded_dim, block_size;
+    int64_t dtype, num_tokens, num_kv_heads, head_dim, padded_dim, block_size, num_slots;
 };
 
 namespace {
@@ -35,12 +35,17 @@ void store_token(const KvStoreArguments& args, long token) {
     }
 }
 
+// Returns false, having changed nothing, if a slot lies outside the cache.
 template <class T>
-void store_kv(const KvStoreArguments& args, long threads) {
+bool store_kv(const KvStoreArguments& args, long threads) {
+    for (long token = 0; token < args.num_tokens; token++) {
+        if (args.slots[token] >= args.num_slots) return false;
+    }
     const double work = (double)args.num_tokens * args.num_kv_heads * args.head_dim;
     parallel_ranges(args.num_tokens, kLanes, work, threads, [&](long begin, long end) {
         for (long token = begin; token < end; token++) store_token<T>(args, token);
     });
+    return true;
 }
 
 }  // namespace

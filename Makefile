@@ -1,0 +1,51 @@
+# One command each, from a fresh clone with Python 3.11 or newer: `make serve`, `make test`, `make check`, `make bench`.
+# Packages come from whatever index pip is configured for.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := .setup/done
+HAS_COMPILER := { command -v g++ || command -v clang++ || command -v c++; } >/dev/null
+SERVE_ARGS ?=
+TEST_ARGS  ?= --suite all
+
+.PHONY: setup serve test check bench clean
+
+setup: $(STAMP)
+
+# torch first and by itself: its CPU or CUDA build is the index's choice, and nothing after it may change it.
+$(STAMP): pyproject.toml
+	@mkdir -p $(@D)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	@$(HAS_COMPILER) || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
+		&& apt-get install -y -qq --no-install-recommends g++; } || echo "no C++ compiler: CPU kernels will be slow"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@if $(HAS_COMPILER); then $(BIN)/python -m kernels.native.build; fi
+	@touch $@
+
+serve: setup
+	$(BIN)/novainfer serve $(SERVE_ARGS)
+
+# The SDK of the Node tests is fetched where npm is there; without it those tests say why they do not run.
+build/node/node_modules/openai: | $(STAMP)
+	@if command -v npm >/dev/null; then \
+		npm install --silent --no-audit --no-fund --prefix build/node openai@6 || echo "npm cannot fetch openai"; fi
+
+test: setup build/node/node_modules/openai
+	@$(BIN)/python -m tests.run $(TEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/arch
+
+bench: setup
+	$(BIN)/python -m bench.startup
+	$(BIN)/python -m bench.offline
+	$(BIN)/python -m bench.serving --start-server
+
+clean:
+	rm -rf $(VENV) .setup build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,88 @@
+"""What may not be written anywhere: pickle on a socket, unfinished work, paths of one machine."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import REPOSITORY, parsed, python_files, short
+
+pytestmark = pytest.mark.arch
+
+PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+PICKLING_CALLS = {"recv_pyobj", "send_pyobj", "eval", "exec"}
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK|WIP)\b")
+HOME = re.compile(r"(?<![\w.])/(home|Users|root)/\w+")
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".cpp", ".h", ".inc", ".yaml", ".yml", ".service", ".js", ".html", ".css"}
+SKIPPED_FOLDERS = {".git", ".venv", ".setup", "build", "dist", "node_modules", "novainfer.egg-info"}
+
+
+def text_files() -> list[Path]:
+    found = []
+    for path in sorted(REPOSITORY.iterdir()):
+        if path.is_dir() and path.name not in SKIPPED_FOLDERS and not path.name.endswith("_cache"):
+            found += [item for item in path.rglob("*") if item.suffix in TEXT_SUFFIXES and item.is_file()]
+        elif path.suffix in TEXT_SUFFIXES:
+            found.append(path)
+    return [path for path in found if path != Path(__file__)]
+
+
+def test_product_code_when_read_then_nothing_is_pickled_or_evaluated() -> None:
+    wrong = []
+    for path in python_files():
+        for node in ast.walk(parsed(path)):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or "").split(".")[0]]
+            if PICKLES & set(names):
+                wrong.append(f"{short(path)}:{node.lineno} imports {names}")  # type: ignore[attr-defined]
+            if isinstance(node, ast.Call) and call_name(node) in PICKLING_CALLS | {"torch.load"}:
+                wrong.append(f"{short(path)}:{node.lineno} calls {call_name(node)}")
+    assert not wrong
+
+
+def call_name(call: ast.Call) -> str:
+    """`torch.load` for that very call, else the last part of a dotted name, or a bare name."""
+    if isinstance(call.func, ast.Attribute):
+        dotted = ast.unparse(call.func)
+        if dotted == "torch.load" or call.func.attr in {"recv_pyobj", "send_pyobj"}:
+            return dotted if dotted == "torch.load" else call.func.attr
+        return ""
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def test_product_code_when_read_then_no_function_is_a_stub() -> None:
+    stubs = []
+    for path in python_files():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node):
+                stubs.append(f"{short(path)}:{node.lineno}")
+    assert not stubs
+
+
+def test_product_code_when_read_then_user_input_is_not_checked_by_assert() -> None:
+    """`python -O` removes assertions; kernels may assert shapes, which only a programmer can get wrong."""
+    wrong = [
+        f"{short(path)}:{node.lineno}"
+        for path in python_files()
+        if short(path).startswith(("gateway/", "novainfer/"))
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Assert)
+    ]
+    assert not wrong
+
+
+def test_every_text_when_read_then_nothing_is_left_for_later_and_no_path_is_one_machines() -> None:
+    files = text_files()
+    assert len(files) > 50
+    wrong = []
+    for path in files:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if UNFINISHED.search(line) or HOME.search(line):
+                wrong.append(f"{short(path)}:{number}: {line.strip()[:80]}")
+    assert not wrong

@@ -1,0 +1,62 @@
+"""Set-up shared by all tests: no network, no proxies, Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for a GPU must not initialise it: tests start processes
+for _name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+    os.environ.pop(_name, None)
+    os.environ.pop(_name.upper(), None)
+for _name in [name for name in os.environ if name.startswith("NOVAINFER_") and name != "NOVAINFER_CACHE_DIR"]:
+    del os.environ[_name]
+
+import psutil  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The same examples in every run and no file left behind; a failing example is printed with the test.
+settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.load_profile("suite")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of our own."""
+    parser.addoption("--model-path", help="checkpoint folder for the tests marked hf (default: the demo model)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Markers that go with our options."""
+    config.addinivalue_line("markers", "hf: compared with transformers on the checkpoint of --model-path")
+
+
+@pytest.fixture(scope="session")
+def model_path(pytestconfig: pytest.Config) -> Path:
+    """The real checkpoint to test with."""
+    given = pytestconfig.getoption("--model-path")
+    return Path(given) if given else REPOSITORY / "novainfer" / "assets" / "demo"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=5)
+    left = [process.cmdline() for process in alive if process.is_running() and not _is_interpreters_own(process)]
+    assert not left, "processes outlived the tests"
+
+
+def _is_interpreters_own(process: psutil.Process) -> bool:
+    """multiprocessing keeps a resource tracker (or fork server) until the interpreter ends."""
+    try:
+        return "multiprocessing" in " ".join(process.cmdline())
+    except psutil.Error:
+        return True

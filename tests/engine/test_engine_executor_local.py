@@ -1,0 +1,52 @@
+"""The in-process executor keeps the contract of `Executor`."""
+
+from __future__ import annotations
+
+import pytest
+
+from novainfer.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
+from novainfer.errors import ConfigError, EngineError
+from novainfer.protocol.step import StepPlan
+from tests.builders import PlanWriter
+from workers.local_executor import LocalExecutor
+
+pytestmark = pytest.mark.stage1
+
+CONFIG = ServeConfig(
+    model=ModelConfig(max_model_len=64),
+    cache=CacheConfig(num_blocks=8),
+    scheduler=SchedulerConfig(max_num_seqs=2),
+    parallel=ParallelConfig(device="cpu"),
+)
+
+
+def test_two_steps_when_in_flight_then_results_come_in_order_and_equal_those_one_by_one() -> None:
+    stages: list[str] = []
+    executor = LocalExecutor(CONFIG, epoch=3, progress=lambda stage, done, total: stages.append(stage))
+    writer = PlanWriter(epoch=3)
+    writer.add(0, [5, 6, 7])
+    executor.submit(writer.plan({0: 3}))
+    executor.submit(writer.plan({0: 1}))
+    first, second = executor.collect(None), executor.collect(0)
+    assert first is not None
+    assert second is not None
+    assert (first.step, second.step, executor.collect(None)) == (0, 1, None)
+    writer.add(1, [5, 6, 7, *first.token_ids], prompt_len=3)
+    executor.submit(writer.plan({1: 4}))
+    again = executor.collect(None)
+    assert again is not None
+    assert again.token_ids == second.token_ids
+    assert (executor.info.epoch, executor.info.num_blocks, executor.info.max_model_len) == (3, 8, 64)
+    assert set(stages) == {"weights", "kv cache", "warm-up"}
+    with pytest.raises(EngineError, match="epoch 1"):
+        executor.submit(StepPlan(epoch=1, step=3, rows=[], num_new_tokens=[]))
+    executor.close()
+    executor.close()
+    with pytest.raises(EngineError, match="closed"):
+        executor.submit(StepPlan(epoch=3, step=3, rows=[], num_new_tokens=[]))
+    assert executor.collect(None) is None
+
+
+def test_several_ranks_when_asked_for_in_process_then_config_error() -> None:
+    with pytest.raises(ConfigError, match="one rank"):
+        LocalExecutor(ServeConfig(parallel=ParallelConfig(tensor_parallel_size=2)))

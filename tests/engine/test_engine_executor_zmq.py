@@ -1,0 +1,261 @@
+"""The scheduler's end of the worker sockets: against ranks played by the test, and against a real worker process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from novainfer.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
+from novainfer.errors import EngineError
+from novainfer.executor.base import ExecutorInfo
+from novainfer.executor.zmq_executor import ZmqExecutor
+from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, StepResult, WorkerFault, WorkerHello
+from novainfer.protocol.supervision import SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted, LoadProgress
+from novainfer.transport.addresses import Endpoint, RunDir
+from novainfer.transport.channel import bind_pull, connect_dealer
+from tests.builders import PlanWriter
+from workers.launch import RankLaunch, RankPlace
+
+pytestmark = pytest.mark.stage1
+
+WAIT = 30.0  # seconds; an event ends each wait long before
+RUN_RANK = "import sys; from workers.launch import RankLaunch; from workers.step_loop import run_rank; "
+RUN_RANK += "run_rank(RankLaunch.from_json(sys.argv[1]))"
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as context:
+        yield context
+        context.destroy(linger=0)
+
+
+class Ranks:
+    """Two ranks that say what the test tells them to, and the executor they talk to."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, epoch: int = 1) -> None:
+        self.executor = ZmqExecutor(endpoint, world_size=2, epoch=epoch, context=context)
+        self.sockets = [connect_dealer(context, endpoint, f"rank-{rank}-{epoch}".encode()) for rank in range(2)]
+
+    def hello(self, rank: int, *, num_blocks: int = 10, epoch: int = 1, world_size: int = 2) -> None:
+        self.say(rank, WorkerHello(epoch, rank, world_size, num_blocks, 16, 100, 512 - rank, 8))
+
+    def say(self, rank: int, message: object) -> None:
+        self.sockets[rank].send(WORKER_SCHEMA.encode(message))
+
+    def ready(self) -> Ranks:
+        self.hello(0)
+        self.hello(1)
+        self.executor.wait_ready(WAIT)
+        return self
+
+    def hear(self, rank: int) -> object:
+        assert self.sockets[rank].poll(WAIT * 1000)
+        return WORKER_SCHEMA.decode(self.sockets[rank].recv())
+
+
+@pytest.fixture
+def ranks(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> Ranks:
+    return Ranks(context, Endpoint(f"ipc://{tmp_path}/workers"))
+
+
+def result(step: int, epoch: int = 1) -> StepResult:
+    return StepResult(epoch=epoch, step=step, rows=[0], token_ids=[step])
+
+
+def plan(step: int, epoch: int = 1) -> StepPlan:
+    return StepPlan(epoch=epoch, step=step, rows=[], num_new_tokens=[])
+
+
+def test_all_ranks_when_they_say_hello_then_info_is_what_each_can_do(ranks: Ranks) -> None:
+    assert ranks.executor.try_ready() is None
+    ranks.hello(1, num_blocks=7)
+    with pytest.raises(EngineError, match=r"ranks \[0\]"):
+        ranks.executor.wait_ready(0.2)
+    ranks.hello(0)
+    expected = ExecutorInfo(epoch=1, num_blocks=7, block_size=16, vocab_size=100, max_model_len=511, max_num_seqs=8)
+    assert ranks.executor.wait_ready(WAIT) == expected
+    assert ranks.executor.info == expected
+
+
+def test_two_plans_when_submitted_then_every_rank_gets_both_and_results_come_in_order(ranks: Ranks) -> None:
+    ranks.ready()
+    for step in (4, 5):
+        ranks.executor.submit(plan(step))
+    for rank in range(2):
+        assert [ranks.hear(rank), ranks.hear(rank)] == [plan(4), plan(5)]
+    assert ranks.executor.collect(0) is None
+    ranks.say(0, result(4))
+    ranks.say(0, result(5))
+    assert ranks.executor.collect(WAIT) == result(4)
+    assert ranks.executor.collect(WAIT) == result(5)
+    assert ranks.executor.collect(0) is None
+
+
+def test_stale_results_when_they_arrive_then_they_are_dropped(ranks: Ranks) -> None:
+    ranks.ready()
+    ranks.executor.submit(plan(0))
+    ranks.say(0, result(0, epoch=0))
+    ranks.say(0, result(0))
+    assert ranks.executor.collect(WAIT) == result(0)
+
+
+@pytest.mark.parametrize("wrong", [result(1), result(0, epoch=2)])
+def test_wrong_result_when_it_arrives_then_engine_error(ranks: Ranks, wrong: StepResult) -> None:
+    ranks.ready()
+    ranks.executor.submit(plan(0))
+    ranks.say(0, wrong)
+    with pytest.raises(EngineError, match="answered step"):
+        ranks.executor.collect(WAIT)
+
+
+def test_unasked_result_when_it_arrives_then_engine_error(ranks: Ranks) -> None:
+    ranks.ready()
+    ranks.say(0, result(0))
+    with pytest.raises(EngineError):
+        ranks.executor.collect(WAIT)
+
+
+def test_fault_when_loading_or_running_then_engine_error_with_its_words(ranks: Ranks) -> None:
+    ranks.hello(0)
+    ranks.say(1, WorkerFault(0, 1, "of an older epoch"))
+    ranks.say(1, WorkerFault(1, 1, "out of memory"))
+    with pytest.raises(EngineError, match="rank 1: out of memory"):
+        ranks.executor.wait_ready(WAIT)
+    with pytest.raises(EngineError, match="out of memory"):
+        ranks.executor.collect(0)
+
+
+def test_garbage_when_it_arrives_then_it_is_dropped(ranks: Ranks) -> None:
+    ranks.ready()
+    ranks.executor.submit(plan(0))
+    ranks.sockets[0].send(b"\xc1")
+    ranks.sockets[0].send_multipart([b"a", b"b"])
+    ranks.say(0, result(0))
+    assert ranks.executor.collect(WAIT) == result(0)
+
+
+def test_foreign_group_when_it_says_hello_then_engine_error(ranks: Ranks) -> None:
+    ranks.hello(0, world_size=3)
+    with pytest.raises(EngineError, match="does not belong"):
+        ranks.executor.wait_ready(WAIT)
+
+
+def test_plan_of_another_epoch_when_submitted_then_engine_error(ranks: Ranks) -> None:
+    ranks.ready()
+    with pytest.raises(EngineError, match="epoch 2"):
+        ranks.executor.submit(plan(0, epoch=2))
+
+
+def test_executor_when_closed_then_ranks_hear_shutdown(ranks: Ranks) -> None:
+    ranks.ready()
+    ranks.executor.close()
+    ranks.executor.close()
+    assert [ranks.hear(0), ranks.hear(1)] == [Shutdown(1), Shutdown(1)]
+
+
+def launch(run_dir: RunDir, model: str) -> RankLaunch:
+    config = ServeConfig(
+        model=ModelConfig(model=model, max_model_len=64),
+        cache=CacheConfig(num_blocks=16),
+        scheduler=SchedulerConfig(max_num_seqs=2),
+        parallel=ParallelConfig(device="cpu", kernel_backend="reference", threads_per_worker=1),
+    )
+    place = RankPlace(rank=0, world_size=1, epoch=1, init_method="")
+    return RankLaunch(
+        config=config, replica=0, place=place, scheduler=run_dir.workers(0), supervisor=run_dir.supervisor()
+    )
+
+
+def start(run_dir: RunDir, model: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", RUN_RANK, launch(run_dir, model).to_json()]
+    return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+
+class Server:
+    """The two sockets that a rank's process talks to."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
+        self.run_dir = RunDir.create(str(path))
+        self.supervisor = bind_pull(context, self.run_dir.supervisor())
+        self.executor = ZmqExecutor(self.run_dir.workers(0), world_size=1, epoch=1, context=context)
+
+    def reports(self) -> list[object]:
+        """What a process that has ended told the supervisor."""
+        received: list[object] = []
+        while self.supervisor.poll(100):
+            received.append(SUPERVISOR_SCHEMA.decode(self.supervisor.recv()))
+        return received
+
+
+@pytest.fixture
+def server(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> Server:
+    return Server(context, tmp_path / "run")
+
+
+def test_launch_when_sent_as_json_then_it_comes_back_equal(tmp_path: Path) -> None:
+    sent = launch(RunDir(tmp_path), "demo")
+    assert RankLaunch.from_json(sent.to_json()) == sent
+
+
+def test_worker_process_when_it_runs_then_it_loads_answers_and_leaves(server: Server) -> None:
+    executor = server.executor
+    with start(server.run_dir, "demo") as process:
+        try:
+            info = executor.wait_ready(WAIT * 4)
+            writer = PlanWriter()
+            writer.add(1, [5, 6, 7], logprobs=1)
+            for plan in (writer.plan({1: 3}), writer.plan({1: 1})):
+                executor.submit(plan)
+            first, second = executor.collect(WAIT), executor.collect(WAIT)
+            executor.close()
+            assert process.wait(WAIT) == 0
+        finally:
+            process.kill()
+    assert (info.num_blocks, info.max_model_len, info.max_num_seqs) == (16, 64, 2)
+    assert first is not None
+    assert second is not None
+    assert (first.step, first.rows, second.step, second.rows) == (0, [1], 1, [1])
+    assert 0 <= second.token_ids[0] < info.vocab_size
+    heard = server.reports()
+    assert isinstance(heard[0], ChildStarted)
+    assert heard[-1] == ChildReady("worker", 0)
+    assert {report.stage for report in heard if isinstance(report, LoadProgress)} == {"weights", "kv cache", "warm-up"}
+
+
+def test_worker_process_when_a_plan_cannot_be_then_both_peers_hear_the_fault(server: Server) -> None:
+    executor = server.executor
+    with start(server.run_dir, "demo") as process:
+        try:
+            executor.wait_ready(WAIT * 4)
+            executor.submit(StepPlan(epoch=1, step=0, rows=[1], num_new_tokens=[1]))
+            with pytest.raises(EngineError, match="row that is not in use"):
+                executor.collect(WAIT)
+            assert process.wait(WAIT) != 0
+            assert process.stderr is not None
+            assert b"Traceback" in process.stderr.read()
+        finally:
+            process.kill()
+    fault = server.reports()[-1]
+    assert isinstance(fault, ChildFault)
+    assert "row that is not in use" in fault.message
+
+
+def test_worker_process_when_the_model_cannot_be_loaded_then_both_peers_hear_why(
+    server: Server, tmp_path: Path
+) -> None:
+    executor = server.executor
+    (tmp_path / "empty").mkdir()
+    with start(server.run_dir, str(tmp_path / "empty")) as process:
+        try:
+            with pytest.raises(EngineError, match="UnsupportedModelError"):
+                executor.wait_ready(WAIT * 4)
+            assert process.wait(WAIT) != 0
+        finally:
+            process.kill()
+    assert isinstance(server.reports()[-1], ChildFault)

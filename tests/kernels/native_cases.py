@@ -1,0 +1,90 @@
+"""What the tests of the native CPU kernels share: the instruction sets of this machine, tolerances, paged contexts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.backend import AttentionMetadata, AttentionParams
+from kernels.cpu_backend import CpuBackend
+from kernels.native.build import supported_isas
+
+ISAS = supported_isas()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
+# Largest relative error (Frobenius norm) against float64 on the same inputs, output rounding included.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, bit for bit but for the sign of zero."""
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of one attention layer."""
+
+    head_dim: int
+    group: int = 2
+    num_kv_heads: int = 2
+    block_size: int = 16
+
+
+class PagedContext:
+    """One sequence with random keys, values and queries, stored in shuffled blocks of caches poisoned with NaN."""
+
+    def __init__(self, backend: CpuBackend, heads: Heads, length: int, dtype: torch.dtype, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        num_heads = heads.group * heads.num_kv_heads
+        self.backend = backend
+        self.heads = heads
+        self.length = length
+        self.query = torch.randn(length, num_heads, heads.head_dim, generator=generator).to(dtype)
+        self.key = torch.randn(length, heads.num_kv_heads, heads.head_dim, generator=generator).to(dtype)
+        self.value = torch.randn(length, heads.num_kv_heads, heads.head_dim, generator=generator).to(dtype)
+        num_blocks = -(-length // heads.block_size)
+        self.block_table = torch.full((1, num_blocks + 2), -1, dtype=torch.int32)
+        self.block_table[0, :num_blocks] = torch.randperm(num_blocks + 3, generator=generator)[:num_blocks]
+        self.caches = backend.allocate_kv_cache(
+            num_blocks + 3, heads.block_size, heads.num_kv_heads, heads.head_dim, dtype, CPU
+        )
+        for cache in self.caches:
+            cache.fill_(float("nan"))
+        positions = torch.arange(length)
+        slots = self.block_table[0, positions // heads.block_size].long() * heads.block_size + positions % heads.block_size
+        backend.store_kv(self.key, self.value, *self.caches, slots)
+
+    def attend(self, params: AttentionParams, start: int = 0, stop: int | None = None) -> Tensor:
+        """The queries at positions [start, stop) as one step: [stop - start, num_heads, head_dim]."""
+        stop = self.length if stop is None else stop
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, stop - start], dtype=torch.int32),
+            seq_lens=torch.tensor([stop], dtype=torch.int32),
+            block_table=self.block_table,
+            num_decodes=int(stop - start == 1),
+            max_query_len=stop - start,
+            max_seq_len=stop,
+        )
+        out = torch.full_like(self.query[start:stop], float("nan"))
+        return self.backend.paged_attention(self.query[start:stop], *self.caches, metadata, params, out)
+
+    def expected(self, params: AttentionParams) -> Tensor:
+        """All rows in float64 with a dense mask: [length, num_heads, head_dim]."""
+        query = self.query.double().unflatten(1, (self.heads.num_kv_heads, self.heads.group))
+        scores = torch.einsum("qhgd,khd->hgqk", query, self.key.double()) * params.scale
+        if params.soft_cap is not None:
+            scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+        distance = torch.arange(self.length)[:, None] - torch.arange(self.length)[None, :]
+        hidden = distance < 0
+        if params.sliding_window is not None:
+            hidden |= distance >= params.sliding_window
+        probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hgqk,khd->qhgd", probabilities, self.value.double()).flatten(1, 2)

@@ -1,0 +1,91 @@
+"""The packed linear layer: against float64, and bitwise independent of the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cpu_backend import CpuBackend
+from kernels.linear.cpu import PackedLinear
+from tests.kernels.native_cases import DTYPES, ISAS, TOLERANCE, relative_error, same_bits
+
+pytestmark = pytest.mark.stage0
+
+ROWS = (1, 2, 3, 5, 7, 9, 13, 33, 100)
+SHAPES = ((1, 1), (16, 2), (17, 33), (48, 64), (100, 65), (163, 259))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(isa: str, dtype: torch.dtype) -> None:
+    backend = CpuBackend(isa)
+    for n, k in SHAPES:
+        torch.manual_seed(n * 1000 + k)
+        weight, bias, x = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(128, k).to(dtype)
+        linear = backend.pack_linear(weight, bias)
+        expected = x.double() @ weight.double().T + bias.double()
+        exact = linear(x, torch.float32)
+        assert relative_error(exact, expected) < TOLERANCE[torch.float32], (n, k)
+        assert same_bits(linear(x), exact.to(dtype)), (n, k)
+        for rows in ROWS:
+            start = 128 - rows
+            assert same_bits(linear(x[start:], torch.float32), exact[start:]), (n, k, rows)
+            assert same_bits(linear(x[:rows]), exact[:rows].to(dtype)), (n, k, rows)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(isa: str) -> None:
+    weight, x = torch.randn(200, 300).bfloat16(), torch.randn(250, 300).bfloat16()
+    linear = CpuBackend(isa).pack_linear(weight)
+    whole = linear(x)
+    assert relative_error(whole, x.double() @ weight.double().T) < TOLERANCE[torch.bfloat16]
+    for row in (0, 95, 96, 191, 192, 249):
+        assert same_bits(linear(x[row : row + 1])[0], whole[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_input_and_weight_when_multiplied_then_as_contiguous(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(40, 64).to(dtype), torch.randn(9, 64).to(dtype)
+    backend = CpuBackend()
+    linear = backend.pack_linear(weight[:33, 8:40])
+    expected = backend.pack_linear(weight[:33, 8:40].clone())(x[:, 3:35].clone())
+    assert same_bits(linear(x[:, 3:35]), expected)
+    assert same_bits(linear(x[:, 3:35].T.contiguous().T), expected)
+
+
+def test_packed_layer_when_original_weight_is_overwritten_then_unchanged() -> None:
+    weight, bias, x = torch.randn(20, 24), torch.randn(20), torch.randn(3, 24)
+    linear = CpuBackend().pack_linear(weight, bias)
+    before = linear(x)
+    weight.fill_(float("nan"))
+    bias.fill_(float("nan"))
+    assert same_bits(linear(x), before)
+    assert isinstance(linear, PackedLinear)
+    assert (linear.in_features, linear.out_features) == (24, 20)
+    assert linear.weight_nbytes == 32 * 24 * 4
+
+
+def test_no_rows_when_multiplied_then_empty_result() -> None:
+    assert CpuBackend().pack_linear(torch.randn(5, 3))(torch.empty(0, 3)).shape == (0, 5)
+
+
+def test_wrong_width_or_dtype_when_multiplied_then_value_error() -> None:
+    linear = CpuBackend().pack_linear(torch.randn(5, 3))
+    for bad in (torch.randn(2, 4), torch.randn(3), torch.randn(2, 3).bfloat16()):
+        with pytest.raises(ValueError, match="x must be"):
+            linear(bad)
+    with pytest.raises(ValueError, match="out_dtype"):
+        linear(torch.randn(2, 3), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_special_numbers_when_multiplied_by_one_then_rounded_like_torch(isa: str, dtype: torch.dtype) -> None:
+    values = torch.tensor([0.0, -0.0, 1e-40, -3e-8, 6e-8, 6.1e-5, 65504.0, 65519.9, 7e4, 3.3e38, torch.inf, -torch.inf, torch.nan])
+    x = values.to(dtype).reshape(-1, 1)
+    actual = CpuBackend(isa).pack_linear(torch.ones(1, 1, dtype=dtype))(x)
+    if isa == "avx512bf16" and dtype == torch.bfloat16:
+        x = torch.where(x.abs() < 1e-37, 0.0, x)  # that instruction flushes subnormal inputs
+    assert torch.equal(actual.nan_to_num(nan=-7.0), x.nan_to_num(nan=-7.0))
+    narrow = CpuBackend(isa).pack_linear(torch.ones(1, 1, dtype=torch.float16))
+    assert torch.equal(narrow(x.half()).nan_to_num(nan=-7.0), x.half().nan_to_num(nan=-7.0))

@@ -1,0 +1,137 @@
+"""A client that leaves or cancels frees everything it held, at whatever moment."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from tests.online.conftest import Pair
+
+pytestmark = pytest.mark.stage2
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+def raw_request(pair: Pair, body: dict[str, Any], *, receive_buffer: int | None = None) -> socket.socket:
+    """A chat request on a bare socket, sent and not read."""
+    data = json.dumps({"messages": HELLO, **body}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}"
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", pair.gateway.port))
+    connection.sendall(head.encode() + b"\r\n\r\n" + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_given_a_disconnect_when_waiting_or_running_then_the_engine_is_told_and_all_is_freed(
+    pair: Pair, stream: bool, tokens: int
+) -> None:
+    pair.scheduler.tokens_before_pause = tokens
+    connection = raw_request(pair, {"stream": stream, "n": 2})
+    pair.scheduler.wait_for(lambda: any(live.counts == [tokens, tokens] for live in pair.scheduler.live.values()))
+    connection.close()
+    pair.scheduler.wait_for(lambda: len(pair.scheduler.cancelled) == 1)
+    assert pair.scheduler.cancelled[0].choice == -1
+    pair.wait_idle()
+
+
+def test_given_the_sdk_when_it_leaves_a_stream_then_the_engine_is_told(pair: Pair) -> None:
+    pair.scheduler.tokens_before_pause = 2
+    with pair.sdk.chat.completions.create(model="alias", messages=HELLO, stream=True) as stream:
+        next(iter(stream))
+    pair.scheduler.wait_for(lambda: len(pair.scheduler.cancelled) == 1)
+    pair.wait_idle()
+
+
+@pytest.mark.parametrize("by", ["response", "request"])
+def test_given_a_stream_when_cancelled_by_either_id_then_it_ends_properly(pair: Pair, by: str) -> None:
+    pair.scheduler.tokens_before_pause = 2
+    body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
+    with (
+        pair.gateway.http() as other,
+        pair.http.stream("POST", "/v1/chat/completions", json=body, headers={"x-request-id": "mine"}) as response,
+    ):
+        lines = response.iter_lines()
+        response_id = json.loads(next(lines).removeprefix("data: "))["id"]
+        pair.scheduler.wait_for(lambda: any(live.counts == [2] for live in pair.scheduler.live.values()))
+        answer = other.post(f"/v1/requests/{response_id if by == 'response' else 'mine'}/cancel")
+        assert answer.status_code == 200
+        assert answer.json()["cancelled"] is True
+        rest = [line.removeprefix("data: ") for line in lines if line]
+        assert other.post(f"/v1/requests/{response_id}/cancel").status_code == 404
+    assert rest[-1] == "[DONE]"
+    ends = [json.loads(line)["choices"][0]["finish_reason"] for line in rest[:-2]]
+    assert ends[-1] == "cancelled"
+    assert json.loads(rest[-2])["usage"]["completion_tokens"] <= 2
+
+
+def test_given_a_whole_answer_when_cancelled_then_it_holds_what_there_was(pair: Pair) -> None:
+    pair.scheduler.tokens_before_pause = 2
+    answers: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(
+            pair.post("/v1/chat/completions", {"messages": HELLO}, **{"x-request-id": "whole"})
+        )
+    )
+    asking.start()
+    pair.scheduler.wait_for(lambda: any(live.counts == [2] for live in pair.scheduler.live.values()))
+    with pair.gateway.http() as other:
+        assert other.post("/v1/requests/whole/cancel").status_code == 200
+    asking.join(20)
+    assert answers[0].json()["choices"][0]["finish_reason"] == "cancelled"
+
+
+def test_given_a_slow_reader_when_it_reads_at_last_then_nothing_is_missing(pair: Pair) -> None:
+    """The text is larger than what sockets buffer, so the gateway must wait for its reader and merge meanwhile."""
+    ids = pair.tokenizer.encode("x" * 200)
+    pair.scheduler.script = lambda request, choice: ids
+    body = {"stream": True, "n": 24, "logprobs": True, "top_logprobs": 20}
+    with raw_request(pair, body, receive_buffer=65536) as connection:
+        connection.settimeout(30)
+        pair.scheduler.wait_for(lambda: bool(pair.scheduler.added) and not pair.scheduler.live)
+        parts: list[bytes] = []
+        while not (parts and b"data: [DONE]" in parts[-1][-64:]):
+            parts.append(connection.recv(1 << 20))
+            assert parts[-1], "closed before the end"
+    data = b"".join(parts)
+    assert data.count(b'"finish_reason":"stop"') == 24
+    assert data.count(b'"bytes":[') == 24 * 21 * (len(ids) + 1)
+
+
+def test_given_random_disconnects_and_cancels_when_all_have_left_then_nothing_is_held(pair: Pair) -> None:
+    chance = random.Random(0)
+    pair.scheduler.step_seconds = 0.001
+    connections: list[socket.socket] = []
+    for number in range(200):
+        body = {
+            "stream": chance.random() < 0.5,
+            "n": chance.choice([1, 1, 2]),
+            "max_tokens": chance.randint(1, 40),
+            "stop": chance.choice([None, "a", ["e", "zq"]]),
+            "seed": number,
+        }
+        connections.append(raw_request(pair, body))
+        if chance.random() < 0.7:
+            victim = connections.pop(chance.randrange(len(connections)))
+            if chance.random() < 0.5:
+                victim.settimeout(0.005)
+                try:
+                    victim.recv(chance.choice([1, 200, 4000]))
+                except TimeoutError:
+                    pass
+            victim.close()
+    for connection in connections:
+        connection.close()
+    pair.scheduler.wait_for(lambda: len(pair.scheduler.added) > 0)
+    pair.wait_idle()
+    assert not pair.gateway.service._live
+    assert pair.http.get("/health").status_code == 200

@@ -1,0 +1,96 @@
+"""Text completions and the tokenizer routes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.online.conftest import Pair
+
+pytestmark = pytest.mark.stage2
+
+
+def test_given_text_when_completed_then_default_length_is_sixteen(pair: Pair) -> None:
+    answer = pair.sdk.completions.create(model="alias", prompt="hello")
+    assert answer.id.startswith("cmpl-")
+    assert answer.object == "text_completion"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 16
+    assert answer.choices[0].finish_reason == "length"
+    assert pair.scheduler.added[0].prompt_token_ids == pair.tokenizer.encode("hello")
+
+
+@pytest.mark.parametrize("kind", ["text", "texts", "ids", "id_lists"])
+def test_given_each_form_of_prompt_when_completed_then_choices_come_in_order(pair: Pair, kind: str) -> None:
+    ids = [pair.tokenizer.encode(text) for text in ("hello", "the quick fox")]
+    prompt = {"text": "hello", "texts": ["hello", "the quick fox"], "ids": ids[0], "id_lists": ids}[kind]
+    body = {"prompt": prompt, "n": 2, "max_tokens": 4, "seed": 1, "return_token_ids": True}
+    answer = pair.post("/v1/completions", body).json()
+    count = 2 if kind in ("text", "ids") else 4
+    assert [choice["index"] for choice in answer["choices"]] == list(range(count))
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [ids[i // 2] for i in range(count)]
+    assert answer["usage"]["completion_tokens"] == 4 * count
+    streamed = ["" for _ in range(count)]
+    with pair.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                streamed[choice["index"]] += choice["text"]
+    assert streamed == [choice["text"] for choice in answer["choices"]]
+
+
+def test_given_echo_with_logprobs_when_completed_then_prompt_and_output_line_up(pair: Pair) -> None:
+    prompt = "hello world, the fox"
+    ids = pair.tokenizer.encode(prompt)
+    pair.say(" jumps")
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
+    answer = pair.post("/v1/completions", body).json()["choices"][0]
+    logprobs = answer["logprobs"]
+    assert answer["text"] == prompt + " jumps"
+    assert logprobs["tokens"] == [*(pair.tokenizer.token_bytes(i).decode() for i in ids), " jumps"]
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    assert all(
+        len(top) == 2 and token in top
+        for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True)
+    )
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert answer["text"][offset : offset + len(token)] == token
+    with pair.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == answer["text"]
+    tokens = [token for chunk in chunks for token in (chunk["choices"][0]["logprobs"] or {"tokens": []})["tokens"]]
+    assert tokens == logprobs["tokens"]
+
+
+def test_given_prompt_logprobs_when_completed_then_they_stand_in_the_choice(pair: Pair) -> None:
+    answer = pair.post("/v1/completions", {"prompt": "hello world", "prompt_logprobs": 0, "max_tokens": 1}).json()
+    assert answer["choices"][0]["prompt_logprobs"][0] is None
+    assert len(answer["choices"][0]["prompt_logprobs"]) == len(pair.tokenizer.encode("hello world"))
+    assert answer["choices"][0]["logprobs"] is None
+
+
+def test_given_text_when_tokenized_and_back_then_it_is_the_same(pair: Pair) -> None:
+    text = "hello 你好 <|im_end|>"
+    answer = pair.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert answer["tokens"] == pair.tokenizer.encode(text)
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
+    assert answer["token_strs"][-1] == "<|im_end|>"
+    assert pair.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
+
+
+def test_given_messages_when_tokenized_then_they_are_rendered(pair: Pair) -> None:
+    answer = pair.post("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}).json()
+    rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert answer["tokens"] == pair.tokenizer.encode(rendered)
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, {"prompt": 1}])
+def test_given_neither_or_both_when_tokenized_then_400(pair: Pair, body: dict[str, object]) -> None:
+    assert pair.post("/tokenize", body).status_code == 400
+
+
+@pytest.mark.parametrize("tokens", [[-1], [10**6], ["x"], [True], None])
+def test_given_bad_ids_when_detokenized_then_400(pair: Pair, tokens: object) -> None:
+    assert pair.post("/detokenize", {"tokens": tokens}).status_code == 400

@@ -1,0 +1,258 @@
+"""Whatever is wrong with a request, the answer is OpenAI's error object with the right status, and nothing is held."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from novainfer.protocol.messages import OutputBatch, RequestRejected, TokenOutput
+from tests.online.conftest import Pair
+
+pytestmark = pytest.mark.stage2
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HUGE = 10**400
+
+
+def check(response: httpx.Response, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert 0 < len(error["message"]) < 2048
+    assert response.headers["x-request-id"]
+    assert int(response.headers["openai-processing-ms"]) >= 0
+    if param is not None:
+        assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-1, 101, "1", True, [], {}, HUGE]),
+        ("top_p", [0, -0.1, 1.1, "x", False]),
+        ("top_k", [-2, 1.5, True, 2**63, HUGE]),
+        ("min_p", [-0.1, 1.1]),
+        ("presence_penalty", [-2.1, 2.1, "0"]),
+        ("frequency_penalty", [-2.1, 2.1]),
+        ("repetition_penalty", [0, -1, 101]),
+        ("n", [0, -1, 10**9, 1.0, True, HUGE]),
+        ("max_tokens", [0, -1, 1.5, "5", True, 2**31]),
+        ("min_tokens", [-1, 17, HUGE]),
+        ("seed", [2**63, -(2**63) - 1, 1.5, "1", HUGE]),
+        ("stop", [5, [5], "", [""], ["x"] * 17, "x" * 1025]),
+        ("stop_token_ids", [[-1], [10**6], ["1"], [True], 5]),
+        ("logit_bias", [{"x": 1}, {"1": 101}, {"10000": 1}, {"-1": 1}, {"1": "1"}, [1]]),
+        ("allowed_token_ids", [[], [10**6], [-1]]),
+        ("banned_token_ids", [[10**6], [1.5]]),
+        ("bad_words", [["the fox jumps over it"], [""], [5]]),
+        ("ignore_eos", [1, "true"]),
+        ("stream", [1, "yes"]),
+        ("stream_options", [5, {"include_usage": 1}]),
+        ("cache_salt", ["a b", "x" * 129, 5]),
+        ("priority", [2**31, 0.5]),
+        ("prefix_cache", [1]),
+    ],
+)
+def test_given_a_field_out_of_bounds_when_sent_then_400_names_it(pair: Pair, field: str, values: list[object]) -> None:
+    for value in values:
+        for path, base in ((TEXT, {"prompt": "hello"}), (CHAT, {"messages": HELLO})):
+            if (path, field) == (CHAT, "min_tokens") and value == 17:
+                continue  # below a chat's default max_tokens
+            content = json.dumps({**base, field: value})
+            response = pair.http.post(path, content=content, headers={"content-type": "application/json"})
+            check(response, 400, field)
+    assert pair.scheduler.added == []
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (CHAT, "messages", []),
+        (CHAT, "messages", "hello"),
+        (CHAT, "messages", [{"role": "robot", "content": "x"}]),
+        (CHAT, "messages", [{"content": "x"}]),
+        (CHAT, "messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        (CHAT, "top_logprobs", 3),
+        (CHAT, "logprobs", 3),
+        (CHAT, "response_format", {"type": "json_object"}),
+        (CHAT, "response_format", {"type": "json_schema", "json_schema": {}}),
+        (CHAT, "tool_choice", "required"),
+        (CHAT, "tool_choice", {"type": "function", "function": {"name": "f"}}),
+        (CHAT, "functions", []),
+        (CHAT, "modalities", ["audio"]),
+        (CHAT, "guided_json", {}),
+        (CHAT, "structured_outputs", {"regex": "a"}),
+        (CHAT, "chat_template", "{{ 1 }}"),
+        (CHAT, "chat_template_kwargs", {"chat_template": "x"}),
+        (CHAT, "chat_template_kwargs", {"_novainfer_deadline": 1e12}),
+        (TEXT, "prompt", ""),
+        (TEXT, "prompt", []),
+        (TEXT, "prompt", [[]]),
+        (TEXT, "prompt", [1.5]),
+        (TEXT, "prompt", [True]),
+        (TEXT, "prompt", [-1]),
+        (TEXT, "prompt", [10**6]),
+        (TEXT, "prompt", ["a", 1]),
+        (TEXT, "prompt", ["a"] * 1025),
+        (TEXT, "prompt", None),
+        (TEXT, "logprobs", 21),
+        (TEXT, "logprobs", True),
+        (TEXT, "suffix", "x"),
+        (TEXT, "best_of", 2),
+        (TEXT, "guided_regex", "a"),
+        (TEXT, "truncate_prompt_tokens", 5),
+    ],
+)
+def test_given_a_wrong_or_later_feature_when_sent_then_400_names_it(
+    pair: Pair, path: str, field: str, value: object
+) -> None:
+    base: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    check(pair.post(path, {**base, field: value}), 400, field)
+    assert pair.scheduler.added == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"\xff\xfe{}",
+        b"\xef\xbb\xbf{}",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": NaN}',
+        b'{"temperature": Infinity, "prompt": "x"}',
+        b'{"prompt": "x"} trailing',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "x", "deep": ' + b"[" * 80 + b"]" * 80 + b"}",
+        b'{"seed": ' + b"9" * 100_000 + b"}",
+    ],
+)
+def test_given_a_body_that_is_no_request_when_sent_then_400(pair: Pair, body: bytes) -> None:
+    for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
+        check(
+            pair.http.post(path, content=body, headers={"content-type": "application/json"}), 400, code="invalid_json"
+        )
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_given_another_content_type_when_sent_then_415(pair: Pair, content_type: str) -> None:
+    response = pair.http.post(TEXT, content=b'{"prompt": "x"}', headers={"content-type": content_type})
+    check(response, 415, code="unsupported_media_type")
+
+
+def test_given_a_body_over_the_limit_when_sent_then_413_by_length_and_by_bytes_read(pair: Pair) -> None:
+    def chunks() -> Any:
+        for _ in range(10):
+            yield b" " * (1024 * 1024)
+
+    headers = {"content-type": "application/json"}
+    check(pair.http.post(TEXT, content=b" " * (9 * 1024 * 1024), headers=headers), 413, code="request_too_large")
+    check(pair.http.post(TEXT, content=chunks(), headers=headers), 413, code="request_too_large")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/health/", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/v1/models/../../etc/passwd", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/v1/requests/nothing/cancel", 404),
+    ],
+)
+def test_given_no_such_route_when_called_then_the_error_is_openai_shaped(
+    pair: Pair, method: str, path: str, status: int
+) -> None:
+    check(pair.http.request(method, path), status)
+
+
+def test_given_an_unknown_model_when_called_then_404_model_not_found(pair: Pair) -> None:
+    for path, base in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+        for name in ("other", "../../etc/passwd", ""):
+            check(pair.post(path, {**base, "model": name}), 404, "model", "model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        pair.sdk.models.retrieve("nothing")
+    assert pair.sdk.models.retrieve("org/tiny").id == "org/tiny"
+    assert [model.id for model in pair.sdk.models.list()] == ["org/tiny", "alias"]
+
+
+def test_given_too_long_a_request_when_sent_then_context_length_exceeded(pair: Pair) -> None:
+    long = "hello " * 300
+    check(pair.post(CHAT, {"messages": [{"role": "user", "content": long}]}), 400, code="context_length_exceeded")
+    check(pair.post(TEXT, {"prompt": long}), 400, "prompt", "context_length_exceeded")
+    check(pair.post(TEXT, {"prompt": "hello", "max_tokens": 256}), 400, "max_tokens", "context_length_exceeded")
+    check(pair.post(CHAT, {"messages": HELLO, "max_tokens": 250}), 400, "max_tokens", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("status", "code"), [(400, None), (429, "rate_limit_exceeded"), (503, "overloaded")])
+def test_given_a_refusal_by_the_engine_when_answered_then_it_is_an_http_error_also_for_streams(
+    pair: Pair, stream: bool, status: int, code: str | None
+) -> None:
+    pair.scheduler.reject = lambda r: RequestRejected(r.request_id, status, "not now", "prompt", retry_after=1.5)
+    response = pair.post(TEXT, {"prompt": "hello", "stream": stream})
+    error = check(response, status, code=code)
+    assert error["message"] == "not now"
+    if status != 400:
+        assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("2", "1500")
+
+
+def test_given_a_failure_in_mid_stream_when_read_then_one_error_event_ends_it_without_done(pair: Pair) -> None:
+    pair.scheduler.tokens_before_pause = 2
+
+    def fail() -> None:
+        pair.scheduler.wait_for(lambda: any(live.counts == [2] for live in pair.scheduler.live.values()))
+
+        def send() -> None:
+            (request_id,) = pair.scheduler.live
+            pair.scheduler.live.clear()
+            end = TokenOutput(request_id, 0, 2, [], "error", error="the logits were not finite")
+            pair.scheduler.send_all(OutputBatch(pair.scheduler.epoch, 99, [end]))
+
+        pair.scheduler.run_in_thread(send)
+
+    with pair.http.stream("POST", CHAT, json={"messages": HELLO, "stream": True}) as response:
+        assert response.status_code == 200
+        fail()
+        lines = [line for line in response.iter_lines() if line]
+    assert json.loads(lines[-1].removeprefix("data: "))["error"] == {
+        "message": "the logits were not finite",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_error",
+    }
+    assert sum("error" in json.loads(line.removeprefix("data: ")) for line in lines) == 1
+
+    stream = pair.sdk.chat.completions.create(model="alias", messages=HELLO, stream=True)
+    assert next(stream).choices[0].delta.role == "assistant"
+    fail()
+    with pytest.raises(openai.APIError, match="not finite"):
+        list(stream)
+
+
+def test_given_request_ids_when_sent_then_sane_ones_come_back(pair: Pair) -> None:
+    assert pair.http.get("/livez", headers={"x-request-id": "abc-123:x"}).headers["x-request-id"] == "abc-123:x"
+    for bad in ("with space", "x" * 129, "", "né".encode().decode("latin-1")):
+        returned = pair.http.get("/livez", headers={"x-request-id": bad.encode("latin-1")}).headers["x-request-id"]
+        assert returned.startswith("req-")
+    answer = pair.sdk.chat.completions.create(
+        model="alias", messages=HELLO, max_tokens=1, extra_headers={"x-request-id": "mine"}
+    )
+    assert answer._request_id == "mine"

@@ -1,0 +1,94 @@
+"""Every family against transformers: same greedy tokens, log-probabilities within 1e-4, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.builders import FAMILIES, FOREIGN_FAMILIES
+from tests.parity.harness import (
+    CPU,
+    NUM_TOKENS,
+    Generation,
+    largest_difference,
+    load,
+    paged_greedy,
+    ragged_prompts,
+    transformers_greedy,
+)
+from workers.models.transformers_backend import TransformersModel
+from workers.tensor_parallel import TensorParallel
+
+pytestmark = pytest.mark.parity
+
+TOLERANCE = 1e-4
+Build = Callable[[str], Path]
+Expect = Callable[[str], Generation]
+
+
+def assert_same(ours: Generation, theirs: Generation) -> None:
+    assert ours.tokens == theirs.tokens
+    assert largest_difference(ours, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_given_ragged_prompts_when_decoded_greedily_then_equals_transformers(
+    name: str, checkpoint: Build, expected: Expect
+) -> None:
+    model, kernels = load(checkpoint(name), model_backend="native")
+    assert_same(paged_greedy(model, kernels, ragged_prompts(), NUM_TOKENS), expected(name))
+
+
+@pytest.mark.parametrize("name", [*FOREIGN_FAMILIES, "gemma2", "qwen3_moe"])
+def test_transformers_backend_given_ragged_prompts_when_decoded_greedily_then_equals_transformers(
+    name: str, checkpoint: Build, expected: Expect
+) -> None:
+    model, kernels = load(checkpoint(name), model_backend="auto" if name in FOREIGN_FAMILIES else "transformers")
+    assert isinstance(model, TransformersModel)
+    assert_same(paged_greedy(model, kernels, ragged_prompts(), NUM_TOKENS), expected(name))
+
+
+def test_longrope_given_long_service_when_prompts_outgrow_pretraining_then_equals_transformers(
+    checkpoint: Build,
+) -> None:
+    folder = checkpoint("phi3_longrope")
+    prompts = ragged_prompts(shortest=129)  # pretrained length 128: transformers uses the long factors from the start
+    model, kernels = load(folder, max_model_len=512)
+    assert_same(paged_greedy(model, kernels, prompts, 16, budget=200), transformers_greedy(folder, prompts, 16))
+
+
+def _run_rank(rank: int, world_size: int, store: str, folders: dict[str, str], out: str) -> None:
+    """One rank of a tensor-parallel group decodes every family and writes down what it saw."""
+    torch.set_num_threads(1)
+    tp = TensorParallel.init(rank, world_size, f"file://{store}", CPU)
+    generations = {}
+    for name, folder in folders.items():
+        model, kernels = load(Path(folder), tp)
+        generations[name] = asdict(paged_greedy(model, kernels, ragged_prompts(), NUM_TOKENS, budget=64))
+    Path(out, f"{rank}.json").write_text(json.dumps(generations))
+    tp.close()
+
+
+@pytest.mark.timeout(300)
+def test_families_given_two_ranks_when_decoded_greedily_then_equal_transformers(
+    checkpoint: Build, expected: Expect, tmp_path: Path
+) -> None:
+    folders = {name: str(checkpoint(name)) for name in FAMILIES}
+    context = multiprocessing.get_context("spawn")
+    arguments = (2, str(tmp_path / "store"), folders, str(tmp_path))
+    ranks = [context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert seen[0] == seen[1]
+    for name in FAMILIES:
+        assert_same(Generation(**seen[0][name]), expected(name))

@@ -1,0 +1,55 @@
+"""The rules that values of a configuration must keep together."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+
+from novainfer.config import COMPONENTS, ServeConfig, check
+from novainfer.entrypoints.options import build_config
+from novainfer.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("block_size", 0, "--block-size must be above 0"),
+        ("max_model_len", -1, "--max-model-len must be above 0"),
+        ("num_blocks", 0, "--num-blocks must be above 0"),
+        ("gpu_memory_utilization", 1.5, "between 0.05 and 1"),
+        ("steps_in_flight", 3, "must be 1 or 2"),
+        ("max_num_batched_tokens", 8, "each decode needs one token"),
+        ("port", 65536, "between 0 and 65535"),
+        ("tensor_parallel_size", 0, "--tensor-parallel-size must be above 0"),
+        ("start_timeout", 0.0, "--start-timeout must be above 0"),
+    ],
+)
+def test_a_value_that_cannot_work_when_checked_then_the_error_names_its_flag(
+    name: str, value: float, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(build_config({name: value}))
+
+
+def test_the_defaults_when_checked_then_they_can_work() -> None:
+    check(ServeConfig())
+
+
+def test_a_config_when_someone_writes_to_it_then_it_refuses() -> None:
+    with pytest.raises(FrozenInstanceError):
+        ServeConfig().server.port = 1  # type: ignore[misc]
+
+
+def test_a_config_when_sent_as_json_then_it_comes_back_equal_with_its_tuples() -> None:
+    config = ServeConfig()
+    config = replace(config, server=replace(config.server, api_key=("a", "b"), drain_timeout=1.5))
+    assert ServeConfig.from_json(config.to_json()) == config
+
+
+def test_every_component_when_made_then_no_argument_is_positional_and_all_have_defaults() -> None:
+    for component in COMPONENTS.values():
+        assert all(item.kw_only for item in fields(component))
+        component()
