@@ -1,10 +1,13 @@
-"""uvicorn's HTTP protocol with two bounds that it lacks: how long headers may take, and how large they may be."""
+"""uvicorn's HTTP protocol with bounds that it lacks: how long headers may take, and how large they may be."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.errors import ApiError
 
 HEADER_SECONDS = 10.0
 MAX_HEADER_BYTES = 64 * 1024
@@ -43,6 +46,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_header_timer()
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """For bytes that are no HTTP request: an answer in the shape of all others."""
+        body = json.dumps(ApiError(400, msg, "invalid_http").body).encode()
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()
 
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)

@@ -14,6 +14,9 @@ from novainfer.text.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; a chat may fill the context
 
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 128
+
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
@@ -35,7 +38,7 @@ def resolve_params(
         min_tokens=request.min_tokens,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        seed=secrets.randbelow(MAX_SEED) if request.seed is None else request.seed,
+        seed=draw_seed() if request.seed is None else request.seed,
         logit_bias=_logit_bias(request.logit_bias),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         banned_token_ids=(*request.banned_token_ids, *_bad_word_ids(request.bad_words, tokenizer)),
@@ -51,6 +54,11 @@ def resolve_params(
     validate(params, vocab_size=info.vocab_size)
     _check_length(num_prompt_tokens, params.max_tokens, info.max_model_len)
     return params
+
+
+def draw_seed() -> int:
+    """A seed for a request that came without one."""
+    return secrets.randbelow(MAX_SEED)
 
 
 def _with_model_defaults(request: GenerationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -114,8 +122,11 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 
 def _bad_word_ids(words: list[str], tokenizer: Tokenizer) -> list[int]:
     """The ids of words that are one token, with or without a space before them; longer ones cannot be banned yet."""
+    if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_BAD_WORD_LENGTH for word in words):
+        text = f"bad_words: at most {MAX_BAD_WORDS} words of {MAX_BAD_WORD_LENGTH} characters."
+        raise InvalidRequestError(text, param="bad_words")
     banned: list[int] = []
-    for word in words[:1024]:
+    for word in words:
         spellings = [tokenizer.encode(text, add_special_tokens=False) for text in dict.fromkeys((word, f" {word}"))]
         single = [ids[0] for ids in spellings if len(ids) == 1]
         if not word or not single:

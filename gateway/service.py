@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,17 +19,19 @@ from gateway.errors import ApiError, to_api_error
 from gateway.generation import Generation, PromptState
 from gateway.limits import Limits
 from gateway.metrics import GatewayMetrics
-from gateway.params import resolve_params
+from gateway.params import draw_seed, resolve_params
 from gateway.schemas import ChatRequest, CompletionRequest
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig
 from novainfer.errors import ConfigError, InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import AddRequest, EngineInfo
+from novainfer.sampling.params import SamplingParams
 from novainfer.text.chat_template import ChatTemplate
 from novainfer.text.checkpoint import resolve_checkpoint
 from novainfer.text.tokenizer import Tokenizer
 
 TEXT_THREADS = 2  # rendering and tokenising; the event loop only waits for them
+MAX_SEQUENCES = 2048  # prompts x n of one request
 STATS_SECONDS = 5.0  # older figures of the engine prove nothing
 
 T = TypeVar("T")
@@ -136,11 +139,16 @@ class GatewayService:
         Raises `InvalidRequestError` or `OverloadedError`; then nothing was submitted.
         """
         engine = self.engine_info()
-        states: list[PromptState] = []
-        for number, (token_ids, echo) in enumerate(prompts):
+        if len(prompts) * request.n > MAX_SEQUENCES:
+            raise InvalidRequestError(f"More than {MAX_SEQUENCES} answers in one request are too many.", param="n")
+        for token_ids, _ in prompts:
             _check_prompt(token_ids, engine.vocab_size)
-            params = resolve_params(request, len(token_ids), self.tokenizer, engine)
-            states.append(PromptState(f"{response_id}-{number}", token_ids, params, echo))
+        # Only a chat's max_tokens depends on the prompt's length, and a chat is one prompt.
+        params = resolve_params(request, max(len(token_ids) for token_ids, _ in prompts), self.tokenizer, engine)
+        states = [
+            PromptState(f"{response_id}-{number}", token_ids, _own_seed(params, request.seed, number), echo)
+            for number, (token_ids, echo) in enumerate(prompts)
+        ]
         stream = self.client.submit(*(self._add_request(state, request, info.tenant) for state in states))
         return Generation(
             states,
@@ -207,6 +215,11 @@ def new_response_id(prefix: str) -> str:
 def unix_now() -> int:
     """Seconds since 1970."""
     return int(time.time())
+
+
+def _own_seed(params: SamplingParams, asked: int | None, number: int) -> SamplingParams:
+    """Equal prompts of one request differ, unless the client chose the seed."""
+    return params if asked is not None or number == 0 else replace(params, seed=draw_seed())
 
 
 def _check_prompt(token_ids: list[int], vocab_size: int) -> None:

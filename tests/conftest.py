@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,6 +18,8 @@ import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+from tests.servers import RunningServer  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -44,6 +46,29 @@ def model_path(pytestconfig: pytest.Config) -> Path:
     """The real checkpoint to test with."""
     given = pytestconfig.getoption("--model-path")
     return Path(given) if given else REPOSITORY / "novainfer" / "assets" / "demo"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The demo model, served with the default options; shared by all tests that only send requests."""
+    running = RunningServer(log=tmp_path_factory.mktemp("server") / "log")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
+    """Starts servers with given flags; those that still run at the end of the test are stopped."""
+    servers: list[RunningServer] = []
+
+    def start(*flags: str) -> RunningServer:
+        servers.append(RunningServer(*flags, log=tmp_path / f"server-{len(servers)}.log"))
+        return servers[-1]
+
+    yield start
+    for running in servers:
+        if running.process.poll() is None:
+            running.stop()
 
 
 @pytest.fixture(scope="session", autouse=True)

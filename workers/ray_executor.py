@@ -2,7 +2,8 @@
 
 Lives in the supervisor, or in the process of the offline engine; the only module that knows Ray. Ray is imported when
 the first group starts, because its environment has to be set before, and torch in the actors alone. Every Ray process
-dies with ours: the kernel ends the servers when the thread that started them ends, and an actor ends with its raylet.
+dies with ours: the kernel ends the servers when the thread that started them ends, and an actor ends with its raylet
+and takes Ray's agents along.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zmq
 
 from novainfer.config import ParallelConfig, ServeConfig
@@ -34,6 +38,7 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; we put nothing there
 _PLACEMENT_TIMEOUT = 60.0  # seconds
 _LIVENESS_INTERVAL = 0.5  # seconds
+_RAYLET_CHECK_INTERVAL = 0.2  # seconds
 _LONGEST_TEMP_DIR = 40  # bytes; Ray appends up to 65 for its Unix sockets, which may have 107
 _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all of the local instance listens on loopback alone
@@ -48,10 +53,13 @@ class RankActor:
 
     def run(self, launch_json: str) -> None:
         """The life of the rank. Returns after Shutdown; whatever it raises ends the rank."""
-        from workers.step_loop import run_rank
-
         launch = RankLaunch.from_json(launch_json)
         logging.basicConfig(level=launch.config.server.log_level.upper())
+        _set_title(f"novainfer: worker {launch.replica}.{launch.place.rank}")
+        if launch.config.parallel.ray_address is None:
+            threading.Thread(target=_end_with_raylet, name="raylet-watch", daemon=True).start()
+        from workers.step_loop import run_rank
+
         run_rank(launch)
 
 
@@ -215,6 +223,30 @@ def _ray() -> Any:
     import ray
 
     return ray
+
+
+def _set_title(title: str) -> None:
+    """Ray has taken the process title over, so only its own function changes it."""
+    import ray._raylet
+
+    raylet: Any = ray._raylet
+    if hasattr(raylet, "setproctitle"):
+        raylet.setproctitle(title)
+
+
+def _end_with_raylet() -> None:
+    """Wait until the raylet that started this process is gone; then end its other children and this process.
+
+    When our supervisor is killed, the kernel kills the raylet at once, but Ray's agents would linger for a minute.
+    """
+    raylet = psutil.Process(os.getppid())
+    siblings = raylet.children()
+    while os.getppid() == raylet.pid:
+        time.sleep(_RAYLET_CHECK_INTERVAL)
+    for sibling in siblings:
+        with suppress(psutil.NoSuchProcess):
+            sibling.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _start_local(config: ParallelConfig, run_dir: Path) -> None:

@@ -12,7 +12,6 @@ from collections import deque
 from types import TracebackType
 from typing import Any
 
-import setproctitle
 import zmq
 
 from novainfer.errors import EngineError
@@ -38,7 +37,6 @@ _LAST_WORD_LINGER_MS = 1000
 def run_rank(launch: RankLaunch) -> None:
     """Live as one rank until the scheduler says Shutdown. Raises what made it fail, after telling both peers."""
     place = launch.place
-    setproctitle.setproctitle(f"novainfer: worker {launch.replica}.{place.rank}")
     with zmq.Context() as context, Reports(context, launch) as reports:
         socket = connect_dealer(context, launch.scheduler, f"rank-{place.rank}-{place.epoch}".encode())
         try:

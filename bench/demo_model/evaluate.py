@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from bench.demo_model.corpus import KINDS, held_out
 from bench.demo_model.data import Encoded, encode
@@ -58,7 +58,7 @@ def judge(model: Qwen3ForCausalLM, examples: list[Encoded]) -> list[Verdict]:
 def evaluate(directory: Path, count: int = 200, show_errors: int = 0) -> dict[str, Any]:
     """Accuracy and margins per kind, computed in fp32 with the bfloat16 weights in `directory`."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
     accuracy, numbers, median, low = {}, {}, {}, {}
     for kind in EVALUATED:
         conversations = held_out(kind, count)

@@ -13,7 +13,7 @@ from kernels.native.library import DTYPES, NativeLibrary
 
 
 class ActMulArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in native/src/rowwise.h."""
+    """Mirrors the struct of the same name in native/rowwise.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("gate_up", "out")),

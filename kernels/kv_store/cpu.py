@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 256
 
 
 class KvStoreArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in native/src/kv_store.h."""
+    """Mirrors the struct of the same name in native/kv_store.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("key", "value", "key_cache", "value_cache", "slots")),

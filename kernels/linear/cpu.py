@@ -12,7 +12,7 @@ from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contig
 
 
 class LinearArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in native/src/linear.h."""
+    """Mirrors the struct of the same name in native/linear.h."""
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
@@ -61,7 +61,8 @@ class PackedLinear:
         dtype = out_dtype or self.dtype
         if dtype not in self._addresses:
             raise ValueError(f"out_dtype must be {self.dtype} or torch.float32, got {dtype}")
-        x = last_dim_contiguous(x)
+        if x.stride(1) != 1:
+            x = x.contiguous()
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=dtype)
         self._run(self._addresses[dtype], x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())

@@ -1,1 +1,1 @@
-"""Native CPU kernels: C++ sources under `src`, compiled at first use by `build`, called through ctypes by `library`."""
+"""Native CPU kernels: C++ sources, compiled at first use by `build`, called through ctypes by `library`."""

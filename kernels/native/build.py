@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-SOURCE_DIR = Path(__file__).parent / "src"
+SOURCE_DIR = Path(__file__).parent
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISA_FLAGS = {"avx512bf16": (*_AVX512, "-mavx512bf16"), "avx512f": _AVX512, "avx2": _AVX2, "portable": ()}
@@ -89,7 +89,7 @@ def _build_key() -> str:
     digest = hashlib.sha256()
     parts = (torch.__version__, str(openmp_library()), platform.machine(), repr(_FLAGS), repr(ISA_FLAGS))
     digest.update("\n".join(parts).encode())
-    for source in sorted(SOURCE_DIR.iterdir()):
+    for source in sorted((*SOURCE_DIR.glob("*.cpp"), *SOURCE_DIR.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
 

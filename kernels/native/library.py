@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.native.build import NativeBuildError, library_path, supported_isas
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in src/isa.cpp
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in isa.cpp
 LANES = 16  # columns of a packed panel
 
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64

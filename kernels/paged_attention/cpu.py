@@ -14,7 +14,7 @@ from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contig
 
 
 class AttentionArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in native/src/attention.h."""
+    """Mirrors the struct of the same name in native/attention.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "out", "key_cache", "value_cache")),
@@ -42,7 +42,8 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, padded_dim = cache_geometry(value_cache)
-    check_metadata(metadata, num_tokens)
+    if not _usual(metadata):
+        check_metadata(metadata, num_tokens)
     check_dtype("query", query, key_cache.dtype)
     if num_heads % num_kv_heads or not padded_dim - LANES < head_dim <= padded_dim:
         raise ValueError(f"query {list(query.shape)} does not fit a cache of {num_kv_heads} heads of up to {padded_dim}")
@@ -50,7 +51,7 @@ def paged_attention(
         raise ValueError(f"sliding_window must be at least 1, got {params.sliding_window}")
     query = last_dim_contiguous(query)
     if out is None:
-        out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
+        out = torch.empty(query.shape, dtype=query.dtype)
     else:
         check_shape("out", out, query.shape)
         check_dtype("out", out, query.dtype)
@@ -70,7 +71,7 @@ def paged_attention(
         table.shape[1],
         DTYPES[query.dtype],
         num_tokens,
-        table.shape[0],
+        metadata.seq_lens.shape[0],
         num_heads,
         num_kv_heads,
         head_dim,
@@ -82,5 +83,17 @@ def paged_attention(
         params.soft_cap or 0.0,
     )
     if library.paged_attention(ctypes.addressof(arguments), torch.get_num_threads()):
-        raise IndexError("a sequence is longer than its blocks, or one of them lies outside the cache")
+        raise IndexError("a sequence has more rows than the query, or fewer blocks than its length, or a block outside the cache")
     return out
+
+
+def _usual(metadata: AttentionMetadata) -> bool:
+    """A quick look that complete metadata passes; the check that explains what is wrong takes longer than a short decode."""
+    starts, lengths, table = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
+    return (
+        starts.dtype is lengths.dtype is table.dtype is torch.int32
+        and len(starts) - 1 == len(lengths) == len(table)
+        and starts.is_contiguous()
+        and lengths.is_contiguous()
+        and table.is_contiguous()
+    )

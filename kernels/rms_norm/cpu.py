@@ -12,7 +12,7 @@ from kernels.native.library import DTYPES, NativeLibrary
 
 
 class NormArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in native/src/rowwise.h."""
+    """Mirrors the struct of the same name in native/rowwise.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "out", "sum")),
@@ -23,44 +23,45 @@ class NormArguments(ctypes.Structure):
 
 def rms_norm(library: NativeLibrary, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """x [..., hidden], weight [hidden] of x's dtype -> norm(x) * (weight_offset + weight)."""
-    check_norm(x, weight)
-    return _run(library, x, None, weight, (eps, weight_offset))[0]
+    if not _fits(x, weight):
+        check_norm(x, weight)
+        check_dtype("weight", weight, x.dtype)
+        weight = weight.contiguous()
+    rows = _as_rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    arguments = NormArguments(
+        *(rows.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0),
+        *(rows.stride(0), 0, DTYPES[x.dtype], *rows.shape),
+        *(eps, weight_offset),
+    )
+    library.rms_norm(ctypes.addressof(arguments), torch.get_num_threads())
+    return out
 
 
 def add_rms_norm(
     library: NativeLibrary, x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """x, residual [..., hidden] -> (rms_norm(x + residual), x + residual)."""
-    check_norm(x, weight, residual)
-    return _run(library, x, residual, weight, (eps, weight_offset))
-
-
-def _run(
-    library: NativeLibrary, x: Tensor, residual: Tensor | None, weight: Tensor, scalars: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
-    """Returns (normalised, sum); the sum is x itself without a residual."""
-    check_dtype("weight", weight, x.dtype)
-    weight = weight.contiguous()
-    hidden = x.shape[-1]
-    rows = _as_rows(x)
-    added = None if residual is None else _as_rows(residual)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    if not (_fits(x, weight) and _fits(residual, weight) and x.shape == residual.shape):
+        check_norm(x, weight, residual)
+        check_dtype("weight", weight, x.dtype)
+        weight = weight.contiguous()
+    rows, added = _as_rows(x), _as_rows(residual)
+    out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     arguments = NormArguments(
-        rows.data_ptr(),
-        0 if added is None else added.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        0 if added is None else total.data_ptr(),
-        rows.stride(0),
-        0 if added is None else added.stride(0),
-        DTYPES[x.dtype],
-        rows.shape[0],
-        hidden,
-        *scalars,
+        *(rows.data_ptr(), added.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr()),
+        *(rows.stride(0), added.stride(0), DTYPES[x.dtype], *rows.shape),
+        *(eps, weight_offset),
     )
     library.rms_norm(ctypes.addressof(arguments), torch.get_num_threads())
     return out, total
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """A quick look that usual arguments pass; the checks that explain what is wrong take longer than a short row."""
+    if x.dtype is not weight.dtype or x.dtype not in DTYPES or weight.dim() != 1:
+        return False
+    return x.dim() > 0 and x.shape[-1] == weight.shape[0] and x.stride(-1) == 1 == weight.stride(0)
 
 
 def _as_rows(x: Tensor) -> Tensor:

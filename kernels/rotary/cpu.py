@@ -7,12 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels.checks import check_rotary
+from kernels.checks import check_dtype, check_rotary
 from kernels.native.library import DTYPES, NativeLibrary
 
 
 class RotaryArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in native/src/rowwise.h."""
+    """Mirrors the struct of the same name in native/rowwise.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "positions", "cos_sin")),
@@ -31,6 +31,7 @@ def rotary(
 ) -> None:
     """Rotate the first rotary_dim elements of every head of query and key, in place. Raises IndexError on a bad position."""
     half = check_rotary(query, key, positions, cos_sin)
+    check_dtype("query", query, *DTYPES)
     positions, cos_sin = positions.contiguous(), cos_sin.contiguous()
     arguments = RotaryArguments(
         query.data_ptr(),

@@ -13,7 +13,7 @@ from kernels.native.library import NativeLibrary
 
 
 class SampleArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in native/src/sampling.h."""
+    """Mirrors the struct of the same name in native/sampling.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "choice")),

@@ -68,7 +68,9 @@ def standard_launch(config: ServeConfig, run_dir: RunDir) -> Launch:
     where = ("--run-dir", str(run_dir.path))
 
     def ray_workers(epoch: int) -> WorkerGroup:
-        from workers.ray_executor import RayWorkerGroup  # imports ray: a second that the other starts overlap
+        # Ray's C++ handler takes SIGTERM for a crash: it prints a stack and aborts us three seconds later.
+        os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+        from workers.ray_executor import RayWorkerGroup
 
         return RayWorkerGroup(config, run_dir, epoch=epoch)
 
@@ -177,7 +179,7 @@ class Supervisor:
                 logger.info("got %s", number.name)
         for report in reports:
             self._take(report)
-        if self._workers.failure is not None:
+        if self._workers.failure is not None and self._fault is None:
             self._fail(self._workers.failure)
         for child in self.table.reap():
             self._note_exit(child)

@@ -72,15 +72,15 @@ def test_mixed_decode_and_prefill_equal_float64(
 def test_a_prompt_in_any_chunking_gives_the_same_bits(
     triton_backend: KernelBackend, device: torch.device, heads: Heads, params: AttentionParams
 ) -> None:
-    context = Context([300, 20], heads, device)
-    whole = context.attend(triton_backend, [(0, 250, 300)], 0, params)
+    context = Context([275, 20], heads, device)
+    whole = context.attend(triton_backend, [(0, 250, 275)], 0, params)
     for size in (7, 16):
-        chunks = [(0, first, min(first + size, 300)) for first in range(250, 300, size)]
+        chunks = [(0, first, min(first + size, 275)) for first in range(250, 275, size)]
         rows = context.attend(triton_backend, [(1, 19, 20), *chunks], 1, params)[1:]
         assert torch.equal(rows, whole), size
-    decodes = [(0, position, position + 1) for position in (250, 255, 256, 257, 299)]
+    decodes = [(0, position, position + 1) for position in (250, 255, 256, 274)]
     rows = context.attend(triton_backend, decodes, len(decodes), params)
-    assert torch.equal(rows, whole[[0, 5, 6, 7, 49]])
+    assert torch.equal(rows, whole[[0, 5, 6, 24]])
 
 
 def test_decode_of_a_row_does_not_depend_on_the_batch(triton_backend: KernelBackend, device: torch.device) -> None:

@@ -64,6 +64,18 @@ def test_given_echo_with_logprobs_when_completed_then_prompt_and_output_line_up(
     assert tokens == logprobs["tokens"]
 
 
+def test_given_equal_prompts_when_no_seed_was_chosen_then_their_answers_differ(pair: Pair) -> None:
+    texts = [c["text"] for c in pair.post("/v1/completions", {"prompt": ["hello"] * 2}).json()["choices"]]
+    seeded = [c["text"] for c in pair.post("/v1/completions", {"prompt": ["hello"] * 2, "seed": 1}).json()["choices"]]
+    assert texts[0] != texts[1]
+    assert seeded[0] == seeded[1]
+
+
+def test_given_more_answers_than_a_request_may_ask_for_when_sent_then_400(pair: Pair) -> None:
+    response = pair.post("/v1/completions", {"prompt": ["hello"] * 100, "n": 128})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+
+
 def test_given_prompt_logprobs_when_completed_then_they_stand_in_the_choice(pair: Pair) -> None:
     answer = pair.post("/v1/completions", {"prompt": "hello world", "prompt_logprobs": 0, "max_tokens": 1}).json()
     assert answer["choices"][0]["prompt_logprobs"][0] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -52,7 +53,7 @@ def check(response: httpx.Response, status: int, param: str | None = None, code:
         ("logit_bias", [{"x": 1}, {"1": 101}, {"10000": 1}, {"-1": 1}, {"1": "1"}, [1]]),
         ("allowed_token_ids", [[], [10**6], [-1]]),
         ("banned_token_ids", [[10**6], [1.5]]),
-        ("bad_words", [["the fox jumps over it"], [""], [5]]),
+        ("bad_words", [["the fox jumps over it"], [""], [5], ["x"] * 257, ["x" * 129]]),
         ("ignore_eos", [1, "true"]),
         ("stream", [1, "yes"]),
         ("stream_options", [5, {"include_usage": 1}]),
@@ -103,6 +104,7 @@ def test_given_a_field_out_of_bounds_when_sent_then_400_names_it(pair: Pair, fie
         (TEXT, "prompt", ["a", 1]),
         (TEXT, "prompt", ["a"] * 1025),
         (TEXT, "prompt", None),
+        (TEXT, "n", 129),
         (TEXT, "logprobs", 21),
         (TEXT, "logprobs", True),
         (TEXT, "suffix", "x"),
@@ -245,6 +247,17 @@ def test_given_a_failure_in_mid_stream_when_read_then_one_error_event_ends_it_wi
     fail()
     with pytest.raises(openai.APIError, match="not finite"):
         list(stream)
+
+
+def test_given_bytes_that_are_no_http_when_sent_then_the_error_is_openai_shaped(pair: Pair) -> None:
+    with socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=20) as connection:
+        connection.sendall(b"NONSENSE\r\n\r\n")
+        data = b""
+        while part := connection.recv(65536):
+            data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
 def test_given_request_ids_when_sent_then_sane_ones_come_back(pair: Pair) -> None:

@@ -30,7 +30,7 @@ class Family:
 
     model_type: str
     values: dict[str, Any] = field(default_factory=dict)
-    max_model_len: int | None = None  # what it should be served with
+    vision_config: dict[str, Any] | None = None  # the text model is a part of a multimodal one
 
 
 def _rope(rope_type: str, **values: Any) -> dict[str, Any]:
@@ -82,6 +82,19 @@ _FAMILIES: dict[str, Family] = {
             },
         },
     ),
+    "gemma3_multimodal": Family(
+        "gemma3",
+        {**_LAYERS_4, "model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16},
+        {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
     "phi3": Family("phi3", {"sliding_window": 12, "pad_token_id": 0}),
     "phi3_longrope": Family("phi3", {**_LONGROPE, "original_max_position_embeddings": 128, "pad_token_id": 0}),
     "olmo2": Family("olmo2", {}),
@@ -114,10 +127,16 @@ _FOREIGN: dict[str, Family] = {
 
 FOREIGN_FAMILIES: list[str] = list(_FOREIGN)  # those that only the transformers backend runs
 
+_UNSUPPORTED: dict[str, Family] = {
+    "stablelm": Family("stablelm"),
+    "bloom": Family("bloom"),
+    "gpt_oss": Family("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+
 
 def family(name: str) -> Family:
     """Its definition."""
-    return (_FAMILIES | _FOREIGN)[name]
+    return (_FAMILIES | _FOREIGN | _UNSUPPORTED)[name]
 
 
 def build_checkpoint(name: str, path: Path, dtype: str = "float32") -> Path:
@@ -150,7 +169,15 @@ def build_config(name: str) -> Any:
         "eos_token_id": EOS_ID,
         "pad_token_id": None,
     }
-    return AutoConfig.for_model(family(name).model_type, **(values | family(name).values))
+    definition = family(name)
+    if definition.vision_config is None:
+        return AutoConfig.for_model(definition.model_type, **(values | definition.values))
+    return AutoConfig.for_model(
+        definition.model_type,
+        text_config=values | definition.values,
+        vision_config=definition.vision_config,
+        tie_word_embeddings=False,
+    )
 
 
 def _randomize(model: torch.nn.Module, seed: int) -> None:

@@ -36,7 +36,7 @@ def ragged_prompts(count: int = 8, vocab_size: int = 256, seed: int = 0, shortes
 
 def load(folder: Path, tp: TensorParallel | None = None, **config: object) -> tuple[CausalLM, KernelBackend]:
     """The model and the kernels of this machine's CPU."""
-    kernels = select_backend(CPU, "reference")
+    kernels = select_backend(CPU)
     model_config = ModelConfig(model=str(folder), **config)  # type: ignore[arg-type]
     return load_model(model_config, tp=tp or TensorParallel.single(), kernels=kernels, device=CPU), kernels
 

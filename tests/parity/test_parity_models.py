@@ -76,19 +76,26 @@ def _run_rank(rank: int, world_size: int, store: str, folders: dict[str, str], o
 
 
 @pytest.mark.timeout(300)
-def test_families_given_two_ranks_when_decoded_greedily_then_equal_transformers(
-    checkpoint: Build, expected: Expect, tmp_path: Path
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        pytest.param(2, FAMILIES, id="2"),
+        pytest.param(4, ["mistral", "olmo2", "qwen3_moe"], id="4"),  # more ranks than key/value heads
+    ],
+)
+def test_families_given_several_ranks_when_decoded_greedily_then_equal_transformers(
+    world_size: int, names: list[str], checkpoint: Build, expected: Expect, tmp_path: Path
 ) -> None:
-    folders = {name: str(checkpoint(name)) for name in FAMILIES}
+    folders = {name: str(checkpoint(name)) for name in names}
     context = multiprocessing.get_context("spawn")
-    arguments = (2, str(tmp_path / "store"), folders, str(tmp_path))
-    ranks = [context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(2)]
+    arguments = (world_size, str(tmp_path / "store"), folders, str(tmp_path))
+    ranks = [context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(world_size)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert seen[0] == seen[1]
-    for name in FAMILIES:
+    assert [rank.exitcode for rank in ranks] == [0] * world_size
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
+    assert all(generations == seen[0] for generations in seen)
+    for name in names:
         assert_same(Generation(**seen[0][name]), expected(name))

@@ -218,6 +218,16 @@ INLINE Vec keep_lanes(const Vec& a, long begin, long end, float fill) {
     return load(all);
 }
 
+// Whether a < b in some lane.
+INLINE bool any_less(const Vec& a, const Vec& b) {
+    PartInt any{};
+    UNROLL for (int i = 0; i < kParts; i++) any |= a.p[i] < b.p[i];
+    uint64_t words[kWidth / 2], all = 0;
+    memcpy(words, &any, sizeof any);
+    UNROLL for (int i = 0; i < kWidth / 2; i++) all |= words[i];
+    return all != 0;
+}
+
 // Sums and maxima over lanes in one fixed tree.
 INLINE float sum_lanes(const Vec& a) {
     float x[kLanes];

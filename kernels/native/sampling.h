@@ -22,6 +22,7 @@ constexpr float kLargest = 3.40282347e38f;
 constexpr long kScan = 1024;           // elements per step of the search for the maximum
 constexpr long kBuckets = 2048;        // of distances from the maximum, kBucketsPerUnit to one
 constexpr float kBucketsPerUnit = 64.0f;
+constexpr float kMostNoise = 23.0f;       // above -log(-log1p(-2^-33))
 constexpr long kNoiseGroup = 4 * kLanes;  // ids whose noise is made at a time
 
 typedef uint64_t PartWide __attribute__((vector_size(4 * kWidth)));
@@ -106,38 +107,43 @@ long first_argmax(const float* x, long count) {
 
 // One row at a temperature above zero.
 struct RowSampler {
-    const long vocab_size;
-    const float* x;  // [vocab_size rounded up to kNoiseGroup, the rest -inf], logits / temperature
+    const SampleArguments& args;
+    const long row;
+    const float* x;         // [vocab_size rounded up to kNoiseGroup, the rest -inf], logits / temperature
     Candidate* candidates;  // [vocab_size]
     float top;
     Cut cut;
 
-    double mass(float value) const {
-        const float distance = value - top;
-        return distance > -16.0f ? std::exp((double)distance) : (double)exp(splat(distance)).p[0][0];
-    }
+    Vec masses(const Vec& values) const { return exp(values - splat(top)); }
+    Vec buckets(const Vec& values) const { return min((splat(top) - values) * splat(kBucketsPerUnit), splat((float)(kBuckets - 1))); }
+    float mass(float value) const { return masses(splat(value)).p[0][0]; }
+    long bucket(float value) const { return (long)buckets(splat(value)).p[0][0]; }
 
-    long bucket(float value) const {
-        const float at = (top - value) * kBucketsPerUnit;
-        return at < (float)kBuckets ? (long)at : kBuckets - 1;
-    }
-
-    // Shortens the kept prefix to the shortest one whose masses sum to `target`.
-    template <class Mass>
-    void shorten(double target, const Mass& mass_of) {
-        double sums[kBuckets] = {}, sum = 0.0;
-        for (long id = 0; id < vocab_size; id++) {
-            if (cut.keeps(x[id], id)) sums[bucket(x[id])] += mass_of(x[id]);
+    // Shortens the kept prefix to the shortest one whose masses sum to `fraction` of all that is kept, or, where kCount is set, to
+    // that many ids. Only one bucket of distances from the maximum has to be sorted.
+    template <bool kCount>
+    void shorten(double fraction) {
+        double sums[kBuckets] = {}, total = 0.0, sum = 0.0;
+        for (long first = 0; first < args.vocab_size; first += kLanes) {
+            float mass_of[kLanes], bucket_of[kLanes];
+            store(mass_of, kCount ? splat(1.0f) : masses(load(x + first)));
+            store(bucket_of, buckets(load(x + first)));
+            for (long i = 0; i < smaller(kLanes, args.vocab_size - first); i++) {
+                if (cut.keeps(x[first + i], first + i)) sums[(long)bucket_of[i]] += mass_of[i];
+            }
         }
+        for (long i = 0; i < kBuckets; i++) total += sums[i];
+        const double target = kCount ? fraction : fraction * total;
         long last = 0;
         while (last < kBuckets - 1 && sum + sums[last] < target) sum += sums[last++];
         long count = 0;
-        for (long id = 0; id < vocab_size; id++) {
-            if (cut.keeps(x[id], id) && bucket(x[id]) == last) candidates[count++] = {x[id], (int32_t)id};
+        const float lowest = last == kBuckets - 1 ? -kInfinity : top - (float)(last + 2) / kBucketsPerUnit;
+        for (long id = 0; id < args.vocab_size; id++) {
+            if (x[id] >= lowest && cut.keeps(x[id], id) && bucket(x[id]) == last) candidates[count++] = {x[id], (int32_t)id};
         }
         std::sort(candidates, candidates + count);
         for (long i = 0; i < count; i++) {
-            sum += mass_of(candidates[i].x);
+            sum += kCount ? 1.0 : mass(candidates[i].x);
             if (sum >= target) {
                 cut = {candidates[i].x, candidates[i].id};
                 return;
@@ -145,43 +151,55 @@ struct RowSampler {
         }
     }
 
-    double kept_mass() const {
-        double sum = 0.0;
-        for (long id = 0; id < vocab_size; id++) sum += cut.keeps(x[id], id) ? mass(x[id]) : 0.0;
-        return sum;
-    }
-
     // Argmax of x + Gumbel noise over the ids that are kept. `start` is the first id of the order.
-    long draw(const SampleArguments& args, long row, long start) const {
+    long draw(long start) const {
         uint32_t bits[kNoiseGroup];
-        const auto noise_of = [&](long first) {
-            philox((uint32_t)(first / 4), (uint32_t)args.index[row], (uint32_t)args.choice[row], (uint64_t)args.seed[row], bits);
-        };
-        noise_of(start / kNoiseGroup * kNoiseGroup);
+        make_noise(start / kNoiseGroup * kNoiseGroup, bits);
         float best = x[start] + gumbel(uniform(bits[start % kNoiseGroup]));
         long best_id = start;
-        for (long first = 0; first < vocab_size; first += kNoiseGroup) {
-            noise_of(first);
+        for (long first = 0; first < args.vocab_size; first += kNoiseGroup) {
+            // Noise lies below kMostNoise, so an id this far below the best cannot win.
+            const float needed = best - kMostNoise > cut.x ? best - kMostNoise : cut.x;
+            Vec highest = load(x + first);
+            for (long i = kLanes; i < kNoiseGroup; i += kLanes) highest = max(highest, load(x + first + i));
+            if (max_lanes(highest) < needed) continue;
+            make_noise(first, bits);
             for (long i = 0; i < kNoiseGroup; i += kLanes) {
-                float u[kLanes], limit[kLanes];
-                // g = -log(-log1p(-u)) <= -log u, so only u < exp(x - best) can win: two logarithms are spared to nearly all ids.
-                store(limit, exp(load(x + first + i) - splat(best)) * splat(1.001f));
-                for (long j = 0; j < kLanes; j++) u[j] = uniform(bits[i + j]);
-                for (long j = 0; j < kLanes; j++) {
-                    const long id = first + i + j;
-                    if (u[j] > limit[j] || x[id] == -kInfinity) continue;
-                    const float noisy = x[id] + gumbel(u[j]);
-                    if (noisy < best || (noisy == best && id >= best_id) || !keeps(id, args.min_p[row])) continue;
-                    best = noisy;
-                    best_id = id;
-                }
+                // -log(-log1p(-u)) <= -log u, so only u < exp(x - best) can win: two logarithms are spared to nearly all ids.
+                const Vec limit = exp(load(x + first + i) - splat(best)) * splat(1.001f);
+                if (any_less(uniforms(bits + i), limit)) consider(first + i, bits + i, best, best_id);
             }
         }
         return best_id;
     }
 
-    bool keeps(long id, float min_p) const { return cut.keeps(x[id], id) && (min_p <= 0.0f || mass(x[id]) >= min_p); }
+    void consider(long first, const uint32_t* bits, float& best, long& best_id) const {
+        for (long i = 0; i < kLanes; i++) {
+            const long id = first + i;
+            if (x[id] == -kInfinity) continue;
+            const float noisy = x[id] + gumbel(uniform(bits[i]));
+            if (noisy < best || (noisy == best && id >= best_id) || !keeps(id)) continue;
+            best = noisy;
+            best_id = id;
+        }
+    }
 
+    bool keeps(long id) const {
+        const float min_p = args.min_p[row];
+        return cut.keeps(x[id], id) && (min_p <= 0.0f || mass(x[id]) >= min_p);
+    }
+
+    void make_noise(long first, uint32_t (&bits)[kNoiseGroup]) const {
+        philox((uint32_t)(first / 4), (uint32_t)args.index[row], (uint32_t)args.choice[row], (uint64_t)args.seed[row], bits);
+    }
+
+    static INLINE Vec uniforms(const uint32_t* bits) {
+        Vec u;
+        UNROLL for (int i = 0; i < kParts; i++) {
+            u.p[i] = __builtin_convertvector(*(const PartBitsLoad*)(bits + i * kWidth), Part);
+        }
+        return min((u + splat(0.5f)) * splat(0x1p-32f), splat(1.0f - 0x1p-24f));
+    }
     static INLINE float uniform(uint32_t bits) {
         const float u = ((float)bits + 0.5f) * 0x1p-32f;
         return u < 1.0f - 0x1p-24f ? u : 1.0f - 0x1p-24f;
@@ -202,13 +220,10 @@ long sample_row(const SampleArguments& args, long row) {
     }
     for (long i = size; i < padded; i++) x[i] = -kInfinity;
     const long start = first_argmax(x, size);
-    RowSampler sampler{size, x, candidate_scratch.get<Candidate>(size), x[start], Cut()};
-    if (args.top_k[row] > 0 && args.top_k[row] < size) sampler.shorten(args.top_k[row], [](float) { return 1.0; });
-    if (args.top_p[row] < 1.0f) {
-        const double target = (double)args.top_p[row] * sampler.kept_mass();
-        sampler.shorten(target, [&](float value) { return sampler.mass(value); });
-    }
-    return sampler.draw(args, row, start);
+    RowSampler sampler{args, row, x, candidate_scratch.get<Candidate>(size), x[start], Cut()};
+    if (args.top_k[row] > 0 && args.top_k[row] < size) sampler.shorten<true>(args.top_k[row]);
+    if (args.top_p[row] < 1.0f) sampler.shorten<false>(args.top_p[row]);
+    return sampler.draw(start);
 }
 
 void sample(const SampleArguments& args, long threads) {

@@ -287,11 +287,13 @@ void clear_rows(const AttentionArguments& args, long begin, long end) {
     }
 }
 
-// Whether every block that a sequence's rows can see exists.
-bool blocks_exist(const AttentionArguments& args, long seq) {
+// Whether the sequence's rows, and every block that they can see, exist.
+bool rows_and_blocks_exist(const AttentionArguments& args, long seq) {
     const long queries = args.query_start_loc[seq + 1] - args.query_start_loc[seq], length = args.seq_lens[seq];
     const long first = args.window > 0 ? larger(0, length - queries + 1 - args.window) : 0;
     const int32_t* blocks = args.block_table + seq * args.table_stride;
+    if (queries < 0 || args.query_start_loc[seq] < 0 || args.query_start_loc[seq + 1] > args.num_tokens) return false;
+    if (length == 0) return true;
     if (queries > length || ceil_div(length, args.block_size) > args.table_width) return false;
     for (long b = first / args.block_size; b * args.block_size < length; b++) {
         if (blocks[b] < 0 || blocks[b] >= args.num_blocks) return false;
@@ -345,11 +347,11 @@ void combine_parts(const AttentionArguments& args, const AttentionTask& task, lo
     rows.write(total);
 }
 
-// Returns false, having changed nothing, if a row would see a block that does not exist.
+// Returns false, having changed nothing, if a sequence names rows or blocks that do not exist.
 template <class T>
 bool paged_attention(const AttentionArguments& args, long threads) {
     for (long seq = 0; seq < args.num_seqs; seq++) {
-        if (args.seq_lens[seq] > 0 && !blocks_exist(args, seq)) return false;
+        if (!rows_and_blocks_exist(args, seq)) return false;
     }
     static thread_local Scratch task_scratch, part_scratch;
     double work = 0.0;

@@ -1,0 +1,46 @@
+"""Starts our own server for a measurement and ends it afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_READY = re.compile(r"NovaInfer is ready on (http://\S+)")
+_STOP_TIMEOUT = 90  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server that is ready, and how long that took from the start of its process."""
+
+    base_url: str
+    seconds: float
+
+
+@contextlib.contextmanager
+def started_server(model: str, *flags: str) -> Iterator[Started]:
+    """Run `novainfer serve MODEL` on a free port; raises SystemExit if it does not get ready."""
+    command = [sys.executable, "-m", "novainfer.entrypoints.cli", "serve", model, "--port", "0", *flags]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            match = _READY.search(line)
+            if match:
+                yield Started(match.group(1), time.perf_counter() - began)
+                break
+        else:
+            raise SystemExit("the server did not get ready")
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_TIMEOUT)
+        finally:
+            process.kill()
+            process.stdout.close()  # type: ignore[union-attr]

@@ -1,0 +1,149 @@
+"""From config.json to the declarative spec: formats old and new, windows, limits, and how heads are split."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from novainfer.errors import UnsupportedModelError
+from tests.parity.builders import FAMILIES, build_config, family
+from workers.layers.attention import HeadShard
+from workers.layers.rotary import rotary_table
+from workers.models.families import decoder_spec
+from workers.models.loader import load_hf_config
+from workers.models.spec import DecoderSpec, MlpSpec, MoeSpec, RotarySpec
+from workers.tensor_parallel import TensorParallel
+
+pytestmark = pytest.mark.stage0
+
+
+def spec_of(name: str, serve_length: int | None = None) -> DecoderSpec:
+    return decoder_spec(build_config(name), torch.float32, serve_length)
+
+
+def spec_of_json(config: dict[str, Any], folder: Path) -> DecoderSpec:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return decoder_spec(load_hf_config(folder), torch.float32)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("gemma3")])
+def test_config_given_older_format_when_read_then_gives_the_same_spec(name: str, tmp_path: Path) -> None:
+    config = build_config(name).to_dict()
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    config.pop("dtype", None)
+    config["torch_dtype"] = "float32"
+    assert spec_of_json(config, tmp_path / "old") == spec_of(name)
+
+
+def test_gemma3_given_older_format_when_read_then_sliding_and_full_layers_have_their_own_rotary(
+    tmp_path: Path,
+) -> None:
+    config = build_config("gemma3").to_dict()
+    config.pop("rope_parameters")
+    config |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    spec = spec_of_json(config, tmp_path / "old")
+    sliding, full = spec.rotaries[0], spec.rotaries[2]
+    assert sliding.inverse_frequencies[0] == 1.0
+    assert full.inverse_frequencies[0] == 1 / 8
+    assert spec.rotaries == (sliding, sliding, full, sliding)
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("llama", (None, None)),
+        ("mistral", (12, 12)),
+        ("qwen2", (None, None, 12, 12)),
+        ("gemma2", (12, None, 12, None)),
+        ("gemma3", (12, 12, None, 12)),
+        ("qwen3_moe", (None, None)),
+    ],
+)
+def test_spec_given_family_when_built_then_each_layer_has_its_window(name: str, windows: tuple[int | None]) -> None:
+    assert spec_of(name).sliding_windows == windows
+
+
+def test_qwen3_moe_given_dense_layers_when_built_then_only_the_others_have_experts() -> None:
+    assert [type(mlp) for mlp in spec_of("qwen3_moe").mlps] == [MoeSpec, MlpSpec]
+
+
+@pytest.mark.parametrize(("serve_length", "limit", "long"), [(None, 128, False), (128, 128, False), (129, 512, True)])
+def test_longrope_given_length_to_serve_when_built_then_chooses_one_set_of_factors(
+    serve_length: int | None, limit: int, long: bool
+) -> None:
+    spec = spec_of("phi3_longrope", serve_length)
+    assert spec.max_position == limit
+    factors = family("phi3_longrope").values["rope_parameters"]["long_factor" if long else "short_factor"]
+    plain = [10000.0 ** (-i / 4) for i in range(4)]
+    assert spec.rotaries[0].inverse_frequencies == pytest.approx([p / f for p, f in zip(plain, factors, strict=True)])
+
+
+def test_gemma_given_bidirectional_attention_when_built_then_refused() -> None:
+    config = build_config("gemma3")
+    config.use_bidirectional_attention = True
+    with pytest.raises(UnsupportedModelError, match="bidirectional"):
+        decoder_spec(config, torch.float32)
+
+
+def test_rotary_given_unknown_type_when_built_then_refused() -> None:
+    config = build_config("llama")
+    config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1e4}
+    with pytest.raises(UnsupportedModelError, match="'spiral' is not supported"):
+        decoder_spec(config, torch.float32)
+
+
+def test_rotary_table_given_model_dtype_when_built_then_values_are_rounded_to_it_but_held_in_float32() -> None:
+    spec = RotarySpec(inverse_frequencies=(1.0, 0.1), attention_factor=2.0)
+    table = rotary_table(spec, 50, torch.bfloat16, torch.device("cpu"))
+    assert table.shape == (50, 2, 2)
+    assert table.dtype == torch.float32
+    assert torch.equal(table, table.to(torch.bfloat16).float())
+    assert table[0].tolist() == [[2.0, 2.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "expected"),
+    [
+        (8, 4, 1, [(8, 4, 0, 0, 1)]),
+        (8, 4, 2, [(4, 2, 0, 0, 1), (4, 2, 4, 2, 1)]),
+        (8, 2, 4, [(2, 1, 0, 0, 2), (2, 1, 2, 0, 2), (2, 1, 4, 1, 2), (2, 1, 6, 1, 2)]),
+        (4, 1, 2, [(2, 1, 0, 0, 2), (2, 1, 2, 0, 2)]),
+    ],
+)
+def test_head_shard_given_ranks_when_split_then_every_query_head_meets_its_kv_head(
+    heads: int, kv_heads: int, ranks: int, expected: list[tuple[int, ...]]
+) -> None:
+    spec = _with_heads(heads, kv_heads)
+    shards = [HeadShard.of(spec, TensorParallel(rank, ranks, None)) for rank in range(ranks)]
+    assert [(s.num_heads, s.num_kv_heads, s.first_head, s.first_kv_head, s.kv_replicas) for s in shards] == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "reason"),
+    [
+        (9, 3, 2, "9 attention heads cannot be split evenly over 2 ranks"),
+        (12, 3, 2, "3 key/value heads cannot be split evenly over 2 ranks"),
+        (12, 3, 4, "3 key/value heads cannot be replicated evenly over 4 ranks"),
+    ],
+)
+def test_head_shard_given_indivisible_heads_when_split_then_refused(
+    heads: int, kv_heads: int, ranks: int, reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        HeadShard.of(_with_heads(heads, kv_heads), TensorParallel(0, ranks, None))
+
+
+def _with_heads(heads: int, kv_heads: int) -> DecoderSpec:
+    from dataclasses import replace
+
+    return replace(spec_of("llama"), num_heads=heads, num_kv_heads=kv_heads)

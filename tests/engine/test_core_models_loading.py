@@ -1,0 +1,213 @@
+"""Reading a checkpoint: sharded files, progress, and a reason for everything that cannot be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from novainfer.errors import UnsupportedModelError
+from tests.parity.builders import VOCAB_SIZE, build_checkpoint
+from tests.parity.harness import CPU, load, paged_greedy, ragged_prompts
+from workers.checkpoint import find_checkpoint, read_json
+from workers.models.loader import load_model
+from workers.tensor_parallel import TensorParallel
+from workers.weights import WeightReader
+
+pytestmark = pytest.mark.stage0
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return build_checkpoint("qwen3", tmp_path / "qwen3")
+
+
+def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
+    """Replace, add or (None) remove tensors; the names' dots are written as double underscores."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = read_json(folder, "config.json") | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def split_into_shards(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards: list[dict[str, Tensor]] = [{}, {}, {}]
+    for i, (name, tensor) in enumerate(sorted(tensors.items())):
+        shards[i % 3][name] = tensor
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        save_file(shard, folder / f"part-{i}.safetensors")
+        weight_map |= dict.fromkeys(shard, f"part-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_checkpoint_given_shards_when_loaded_then_equals_single_file(folder: Path) -> None:
+    single = paged_greedy(*load(folder), ragged_prompts(2), 4)
+    split_into_shards(folder)
+    assert paged_greedy(*load(folder), ragged_prompts(2), 4) == single
+
+
+def test_checkpoint_given_progress_callback_when_loaded_then_counts_every_tensor_once(folder: Path) -> None:
+    from novainfer.config import ModelConfig
+
+    _, kernels = load(folder)
+    seen: list[tuple[int, int]] = []
+    load_model(
+        ModelConfig(model=str(folder)),
+        tp=TensorParallel.single(),
+        kernels=kernels,
+        device=CPU,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    total = len(load_file(folder / "model.safetensors"))
+    assert seen[:total] == [(done, total) for done in range(1, total + 1)]
+
+
+def test_reader_given_a_slice_when_read_then_holds_no_more_than_the_slice(folder: Path) -> None:
+    reader = WeightReader(folder)
+    rows = reader.read("lm_head.weight", (VOCAB_SIZE, 64), (slice(10, 20),))
+    assert rows.shape == (10, 64)
+    assert rows.untyped_storage().nbytes() == 10 * 64 * 4
+
+
+def test_tied_checkpoint_given_stored_projection_when_loaded_then_it_is_used_as_transformers_does(
+    folder: Path,
+) -> None:
+    untied = paged_greedy(*load(folder), ragged_prompts(2), 4)
+    edit_config(folder, tie_word_embeddings=True)
+    assert paged_greedy(*load(folder), ragged_prompts(2), 4) == untied
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({GATE: None}, f"no tensor '{GATE}'"),
+        ({GATE: torch.zeros(3, 64)}, r"has shape \[3, 64\], the model needs \[96, 64\]"),
+        ({GATE: torch.zeros(96, 64, dtype=torch.int8)}, "type I8; quantized checkpoints are not supported"),
+        ({"model.layers.0.extra.weight": torch.zeros(2)}, "does not use: model.layers.0.extra.weight"),
+    ],
+)
+def test_checkpoint_given_wrong_tensors_when_loaded_then_refused_by_name(
+    folder: Path, tensors: dict[str, Tensor | None], reason: str
+) -> None:
+    edit_tensors(folder, **{name.replace(".", "__"): tensor for name, tensor in tensors.items()})
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized checkpoints are not supported"),
+        ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
+        ({"model_type": "no_such_model"}, "transformers cannot read the config"),
+        ({"dtype": "float64"}, "type float64 is not supported"),
+    ],
+)
+def test_checkpoint_given_unsupported_config_when_loaded_then_refused_with_reason(
+    folder: Path, config: dict[str, Any], reason: str
+) -> None:
+    edit_config(folder, **config)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(folder)
+
+
+def test_checkpoint_given_too_long_service_when_loaded_then_refused(folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="max_model_len 513 is above the model's own limit of 512 tokens"):
+        load(folder, max_model_len=513)
+
+
+def test_checkpoint_given_missing_shard_or_weights_when_loaded_then_refused(folder: Path) -> None:
+    split_into_shards(folder)
+    (folder / "part-1.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match=r"missing .*part-1\.safetensors"):
+        load(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(UnsupportedModelError, match="only safetensors are supported"):
+        load(folder)
+
+
+def test_checkpoint_given_truncated_file_when_loaded_then_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UnsupportedModelError, match="not a readable safetensors file"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("/no/such/folder", "no checkpoint folder '/no/such/folder'"),
+        ("./nothing", "no checkpoint folder 'nothing'"),
+        ("a/b/c", "no checkpoint folder"),
+        ("nobody/nothing", "neither a local folder nor a model the hub gave us"),
+    ],
+)
+def test_find_checkpoint_given_nothing_there_when_offline_then_says_so(
+    model: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        find_checkpoint(model)
+
+
+def test_find_checkpoint_given_folder_without_config_when_asked_then_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"has no config\.json"):
+        find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "reason"),
+    [
+        ("starcoder2", {"model_backend": "native"}, "no native decoder for 'starcoder2'"),
+        ("gpt2", {"max_model_len": 513}, "above the model's own limit"),
+    ],
+)
+def test_foreign_family_given_impossible_config_when_loaded_then_refused(
+    family: str, config: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(build_checkpoint(family, tmp_path / "model"), **config)
+
+
+def test_foreign_family_given_two_ranks_when_loaded_then_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="use tensor_parallel_size 1"):
+        load(build_checkpoint("gpt_neox", tmp_path / "model"), TensorParallel(0, 2, None))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("stablelm", "do not pass the step on"),
+        ("bloom", "not every layer goes through transformers' attention interface"),
+        ("gpt_oss", "differ from those of transformers' eager attention"),
+    ],
+)
+def test_foreign_family_given_attention_we_cannot_take_over_when_loaded_then_refused(
+    family: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(build_checkpoint(family, tmp_path / "model"))
+
+
+def test_foreign_checkpoint_given_missing_tensor_when_loaded_then_refused_by_name(tmp_path: Path) -> None:
+    folder = build_checkpoint("starcoder2", tmp_path / "model")
+    edit_tensors(folder, model__layers__0__mlp__c_fc__weight=None)
+    with pytest.raises(UnsupportedModelError, match=r"missing keys: model\.layers\.0\.mlp\.c_fc\.weight"):
+        load(folder)

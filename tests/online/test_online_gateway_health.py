@@ -1,0 +1,207 @@
+"""Liveness, readiness and health tell apart; recovery of streams; keep-alive; connections that do nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway import connection, sse
+from novainfer.client import engine_client
+from novainfer.text.tokenizer import Tokenizer
+from novainfer.transport.addresses import Endpoint
+from tests.fakes import ScriptedScheduler, oracle_tokens
+from tests.online.conftest import Pair
+from tests.online.gateways import GatewayThread, config_for
+
+pytestmark = pytest.mark.stage2
+
+CHAT = "/v1/chat/completions"
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+PROBES = ("/livez", "/readyz", "/health", "/healthz", "/ping")
+
+
+@pytest.fixture
+def lonely(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[GatewayThread, Endpoint]]:
+    """A gateway whose scheduler does not exist (yet)."""
+    endpoint = Endpoint(f"ipc://{tmp_path}/s")
+    gateway = GatewayThread(config_for(tiny_model), endpoint, lost_timeout=1.0)
+    yield gateway, endpoint
+    gateway.close()
+
+
+def states(gateway: GatewayThread) -> list[int]:
+    with gateway.http() as http:
+        return [http.get(path).status_code for path in PROBES]
+
+
+def test_given_no_engine_when_probed_then_only_livez_is_200_and_requests_get_503(
+    lonely: tuple[GatewayThread, Endpoint],
+) -> None:
+    gateway, _ = lonely
+    assert states(gateway) == [200, 503, 503, 503, 503]
+    with gateway.http() as http:
+        assert http.get("/readyz").json() == {"status": "unavailable", "reason": "no engine"}
+        refused = http.post(CHAT, json={"messages": HELLO})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert http.get("/v1/models").status_code == 200
+        assert http.post("/tokenize", json={"prompt": "hello"}).json()["count"] > 0
+
+
+def test_given_a_loading_engine_when_it_gets_ready_then_probes_change(
+    lonely: tuple[GatewayThread, Endpoint], tiny_model: Path
+) -> None:
+    gateway, endpoint = lonely
+    scheduler = ScriptedScheduler(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size)
+    try:
+        scheduler.run_in_thread(lambda: setattr(scheduler, "ready", False))
+        scheduler.wait_for(lambda: gateway.client.info is not None)
+        if not (gateway.client.info and gateway.client.info.ready):
+            assert states(gateway)[1] == 503
+        scheduler.ready = True
+        scheduler.run_in_thread(scheduler._send_info)
+        gateway.wait_ready()
+        scheduler.wait_for(lambda: gateway.client.stats is not None)
+        assert states(gateway) == [200] * 5
+    finally:
+        scheduler.close()
+
+
+def test_given_work_without_progress_when_probed_then_health_fails_and_readiness_stays(pair: Pair) -> None:
+    pair.scheduler.tokens_before_pause = 0
+    with pair.gateway.http() as other, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(pair.post, CHAT, {"messages": HELLO, "max_tokens": 1})
+        pair.scheduler.wait_for(lambda: bool(pair.scheduler.live))
+        pair.scheduler.seconds_since_progress = 1000.0
+        client = pair.gateway.client
+        pair.scheduler.wait_for(lambda: client.stats is not None and client.stats.seconds_since_progress > 0)
+        assert other.get("/health").json() == {"status": "unavailable", "reason": "no progress"}
+        assert other.get("/readyz").status_code == 200
+        pair.scheduler.tokens_before_pause = None
+        assert answer.result(20).status_code == 200
+        pair.scheduler.seconds_since_progress = 0.0
+        pair.scheduler.wait_for(lambda: client.stats is not None and client.stats.seconds_since_progress == 0)
+        assert other.get("/health").status_code == 200
+
+
+def test_given_a_scheduler_restart_when_streams_are_open_then_clients_see_the_same_tokens(pair: Pair) -> None:
+    pair.scheduler.tokens_before_pause = 5
+    body = {"messages": HELLO, "stream": True, "max_tokens": 12, "n": 2, "seed": 4, "return_token_ids": True}
+    with pair.http.stream("POST", CHAT, json=body) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        pair.scheduler.wait_for(lambda: any(live.counts == [5, 5] for live in pair.scheduler.live.values()))
+        pair.scheduler.restart()
+        pair.scheduler.tokens_before_pause = None
+        rest = [line for line in lines if line]
+    tokens: list[list[int]] = [[], []]
+    for line in [first, *rest[:-1]]:
+        choice = json.loads(line.removeprefix("data: "))["choices"][0]
+        tokens[choice["index"]] += choice.get("token_ids", [])
+    sent = pair.scheduler.added[0]
+    assert rest[-1] == "data: [DONE]"
+    assert tokens == [oracle_tokens(sent, c, 12, pair.tokenizer.vocab_size) for c in range(2)]
+    assert len(pair.scheduler.added) == 2
+
+
+def test_given_a_lost_engine_when_streams_are_open_then_each_ends_with_one_error(
+    lonely: tuple[GatewayThread, Endpoint], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "HEARTBEAT_SECONDS", 0.05)
+    gateway, endpoint = lonely
+    scheduler = ScriptedScheduler(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size)
+    scheduler.tokens_before_pause = 2
+    gateway.wait_ready()
+    with gateway.http() as http, http.stream("POST", CHAT, json={"messages": HELLO, "stream": True}) as response:
+        scheduler.wait_for(lambda: any(live.counts == [2] for live in scheduler.live.values()))
+        scheduler.close()
+        lines = [line for line in response.iter_lines() if line]
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_error"
+    assert all("error" not in json.loads(line.removeprefix("data: ")) for line in lines[:-1])
+
+
+def test_given_a_long_wait_when_streaming_then_comments_keep_the_connection(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
+    pair.scheduler.tokens_before_pause = 0
+    stream = pair.sdk.chat.completions.create(model="alias", messages=HELLO, stream=True, max_tokens=3)
+    pair.scheduler.tokens_before_pause = None
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    pair.scheduler.tokens_before_pause = 0
+    with pair.http.stream("POST", CHAT, json={"messages": HELLO, "stream": True, "max_tokens": 3}) as response:
+        lines = response.iter_lines()
+        assert [next(lines) for _ in range(4)] == [": keep-alive", "", ": keep-alive", ""]
+        pair.scheduler.tokens_before_pause = None
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_given_64_streams_at_once_when_read_then_each_has_its_own_tokens(pair: Pair) -> None:
+    def ask(number: int) -> tuple[str, str]:
+        body = {"prompt": f"request {number}", "max_tokens": 20, "seed": number, "temperature": number % 2}
+        whole = pair.post("/v1/completions", body).json()["choices"][0]["text"]
+        parts: list[str] = []
+        with pair.gateway.http() as http, http.stream("POST", "/v1/completions", json={**body, "stream": True}) as r:
+            parts += [json.loads(x[6:])["choices"][0]["text"] for x in r.iter_lines() if x.startswith("data: {")]
+        return whole, "".join(parts)
+
+    with ThreadPoolExecutor(64) as pool:
+        results = list(pool.map(ask, range(64)))
+    assert all(whole == streamed for whole, streamed in results)
+    assert len({whole for whole, _ in results}) == 64
+
+
+def test_given_traffic_when_scraped_then_metrics_parse_and_count_by_route(pair: Pair) -> None:
+    def value(name: str, **labels: str) -> float:
+        text = pair.http.get("/metrics").text
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        found = [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
+        return sum(found)
+
+    handler = {"handler": CHAT, "status": "200"}
+    before = value("novainfer_http_requests_total", **handler)
+    tokens = value("novainfer_inter_token_latency_seconds_count")
+    pair.post(CHAT, {"messages": HELLO, "max_tokens": 5})
+    for number in range(20):
+        pair.http.get(f"/nowhere/{number}")
+        pair.post(CHAT, {"model": f"invented-{number}", "messages": HELLO})
+    assert value("novainfer_http_requests_total", **handler) == before + 1
+    # Tokens that come together with the first are part of its time.
+    assert tokens <= value("novainfer_inter_token_latency_seconds_count") <= tokens + 4
+    assert value("novainfer_engine_ready") == 1
+    assert value("novainfer_requests_total", finish_reason="stop") == 1
+    text = pair.http.get("/metrics").text
+    assert "nowhere" not in text
+    assert "invented" not in text
+    assert {"novainfer_num_requests_running", "novainfer_kv_cache_usage_ratio"} <= {
+        line.split("{")[0] for line in text.splitlines()
+    }
+
+
+def test_given_headers_that_come_too_slowly_or_never_end_when_waiting_then_the_connection_is_closed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
+    address = ("127.0.0.1", pair.gateway.port)
+    with socket.create_connection(address, timeout=20) as silent, socket.create_connection(address, timeout=20) as slow:
+        slow.sendall(b"GET /livez HTTP/1.1\r\nX-Slow: ")
+        assert silent.recv(1) == b""
+        assert slow.recv(1) == b""
+    with socket.create_connection(address, timeout=20) as endless:
+        monkeypatch.setattr(connection, "HEADER_SECONDS", 10.0)
+        closed = threading.Event()
+        try:
+            endless.sendall(b"GET /livez HTTP/1.1\r\n")
+            for _ in range(1000):
+                endless.sendall(b"X-Large: " + b"x" * 8000 + b"\r\n")
+        except (BrokenPipeError, ConnectionResetError):
+            closed.set()
+        assert closed.is_set()

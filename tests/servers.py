@@ -1,0 +1,131 @@
+"""Real servers for tests: `novainfer serve` as its own process tree, started and ended like a user would."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+
+READY = re.compile(r"NovaInfer is ready on (http://\S+)")
+START_PATIENCE = 240  # seconds; a cold start on a busy machine
+STOP_PATIENCE = 90
+
+
+class RunningServer:
+    """One `novainfer serve`. `stop` asserts that it ends with status 0 and leaves nothing behind."""
+
+    def __init__(self, *flags: str, log: Path, environ: dict[str, str] | None = None) -> None:
+        """Start with these flags on a free port and wait until it is ready."""
+        command = [sys.executable, "-m", "novainfer.entrypoints.cli", "serve", "--port", "0", *flags]
+        self._log = log
+        self._lines: list[str] = []
+        self._is_ready = threading.Event()
+        with open(log, "w", encoding="utf-8") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ
+            )
+        self._reader = threading.Thread(target=self._read, name="server-output")
+        self._reader.start()
+        self.base_url = ""
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's."""
+        return self.process.pid
+
+    @property
+    def errors(self) -> str:
+        """All that was written to standard error so far."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Our processes by title, e.g. "supervisor", "gateway 0", "scheduler 0", "worker 0.1"; Ray's are not in it."""
+        found = {}
+        for process in self.tree():
+            title = " ".join(process.cmdline()).strip("\0 ")
+            if title.startswith("novainfer: "):
+                found[title.removeprefix("novainfer: ")] = process
+        return found
+
+    def tree(self) -> list[psutil.Process]:
+        """The supervisor and everything below it."""
+        supervisor = psutil.Process(self.pid)
+        return [supervisor, *supervisor.children(recursive=True)]
+
+    def sdk(self, api_key: str = "none", *, max_retries: int = 0) -> openai.OpenAI:
+        """An OpenAI client that ignores proxies; close it."""
+        return openai.OpenAI(
+            base_url=f"{self.base_url}/v1",
+            api_key=api_key,
+            max_retries=max_retries,
+            http_client=openai.DefaultHttpxClient(trust_env=False),
+        )
+
+    def http(self, **headers: str) -> httpx.Client:
+        """A plain client that ignores proxies; close it."""
+        return httpx.Client(base_url=self.base_url, trust_env=False, timeout=120.0, headers=headers)
+
+    # -- its end ------------------------------------------------------------------------------------------------
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it in an orderly way."""
+        tree = self.tree()
+        self.process.send_signal(number)
+        status = self.wait()
+        assert status == 0, f"exit status {status}; standard error:\n{self.errors}"
+        assert_gone(tree)
+
+    def wait(self) -> int:
+        """The exit status, once it has ended by itself."""
+        status = self.process.wait(STOP_PATIENCE)
+        self._reader.join(STOP_PATIENCE)
+        return status
+
+    def kill(self) -> None:
+        """End it at once; for the clean-up of failed tests. Its children die with it."""
+        tree = self.tree() if self.process.poll() is None else []
+        self.process.kill()
+        self.wait()
+        assert_gone(tree)
+
+    def _wait_ready(self) -> None:
+        if not self._is_ready.wait(START_PATIENCE) or not self.base_url:
+            raise AssertionError(f"the server did not get ready; standard error:\n{self.errors}")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.append(line)
+            match = READY.search(line)
+            if match:
+                self.base_url = match.group(1)
+                self._is_ready.set()
+        self._is_ready.set()  # it ended: nobody may wait any longer
+        self.process.stdout.close()
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """All of them have ended, or do so within seconds."""
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    left = []
+    for process in alive:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+    assert not left, f"left behind: {left}"

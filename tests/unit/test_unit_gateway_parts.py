@@ -1,0 +1,167 @@
+"""The small parts of the gateway that need no server: keys, limits, JSON strings, defaults, bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway import body as body_module
+from gateway.auth import KeyRing
+from gateway.body import read_json
+from gateway.errors import ApiError, to_api_error
+from gateway.limits import Limits
+from gateway.params import resolve_params
+from gateway.schemas import ChatRequest, CompletionRequest, parse
+from gateway.sse import event, json_string
+from novainfer.config import ServerConfig
+from novainfer.errors import ConfigError, EngineError, InvalidRequestError, OverloadedError
+from novainfer.protocol.messages import EngineInfo
+from novainfer.text.tokenizer import Tokenizer
+from tests.fakes import write_tokenizer
+
+pytestmark = [pytest.mark.unit, pytest.mark.stage2]
+
+INFO = EngineInfo(1, True, 400, 100)
+
+
+def bearer(key: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", b"Bearer " + key)]
+
+
+def test_given_keys_from_all_sources_when_loaded_then_tenants_are_names_or_hashes(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("team a:secret:with:colons\n\n# no\nplain\n")
+    ring = KeyRing.load(ServerConfig(api_key=("one",), api_key_file=str(path)))
+    assert ring.tenant(bearer(b"secret:with:colons")) == "team a"
+    tenants = {ring.tenant(bearer(key)) for key in (b"one", b"plain")}
+    assert all(tenant and tenant.startswith("key-") and len(tenant) == 12 for tenant in tenants)
+    assert len(tenants) == 2
+    for offered in (b"", b"two", b"ONE", b"one ", b"\xff\xfe", b"x" * 65536):
+        assert ring.tenant(bearer(offered)) == (ring.tenant(bearer(b"one")) if offered == b"one " else None)
+    assert "one" not in repr(vars(ring))
+
+
+def test_given_no_keys_when_asked_then_everybody_may_and_an_empty_file_is_an_error(tmp_path: Path) -> None:
+    assert KeyRing.load(ServerConfig()).tenant([]) == ""
+    for content in ("", "# only\n", "name:\n"):
+        (tmp_path / "keys").write_text(content)
+        with pytest.raises(ConfigError):
+            KeyRing.load(ServerConfig(api_key_file=str(tmp_path / "keys")))
+
+
+def test_given_places_when_reserved_and_released_twice_then_the_count_is_true() -> None:
+    limits = Limits(max_live=3, max_per_tenant=2)
+    first, second = limits.reserve("a"), limits.reserve("a")
+    with pytest.raises(OverloadedError) as mine:
+        limits.reserve("a")
+    third = limits.reserve("b")
+    with pytest.raises(OverloadedError) as all_:
+        limits.reserve("c")
+    assert (mine.value.status, all_.value.status) == (429, 503)
+    with pytest.raises(InvalidRequestError):
+        limits.reserve("c", 3)
+    for permit in (first, first, second, third, third):
+        permit.release()
+    assert limits.num_live == 0
+    limits.draining = True
+    with pytest.raises(OverloadedError, match="shutting down"):
+        limits.reserve("a")
+
+
+@settings(deadline=None)
+@given(text=st.text())
+def test_given_any_text_when_written_as_json_then_it_is_one_line_and_comes_back(text: str) -> None:
+    quoted = json_string(text)
+    assert json.loads(quoted) == text
+    assert len(quoted.splitlines()) == 1
+    frame = event({"text": text}).decode()
+    assert json.loads(frame.removeprefix("data: ")) == {"text": text}
+    assert len(frame.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "kind"),
+    [
+        (InvalidRequestError("x", param="p", code="c"), 400, "c", "invalid_request_error"),
+        (OverloadedError("x", retry_after=1, status=429), 429, "rate_limit_exceeded", "rate_limit_error"),
+        (OverloadedError("x", retry_after=1), 503, "overloaded", "server_error"),
+        (EngineError("x"), 500, "engine_error", "server_error"),
+        (ValueError("secret /path"), 500, "internal_error", "server_error"),
+        (ApiError(413, "x" * 5000, "request_too_large"), 413, "request_too_large", "invalid_request_error"),
+    ],
+)
+def test_given_any_exception_when_answered_then_it_has_openai_shape(
+    error: Exception, status: int, code: str, kind: str
+) -> None:
+    answer = to_api_error(error)
+    body = answer.body["error"]
+    assert (answer.status, body["code"], body["type"]) == (status, code, kind)
+    assert "secret" not in body["message"]
+    assert len(body["message"]) < 1100
+
+
+def test_given_model_defaults_when_a_field_is_absent_then_they_apply(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    tokenizer = Tokenizer.load(tmp_path)
+    message = {"messages": [{"role": "user", "content": "x"}]}
+    absent, _ = parse(ChatRequest, {**message, "temperature": None}, strict_params=True)
+    given_, _ = parse(ChatRequest, {**message, "temperature": 0, "top_k": -1, "top_p": 1}, strict_params=True)
+    first = resolve_params(absent, 10, tokenizer, INFO)
+    second = resolve_params(given_, 10, tokenizer, INFO)
+    assert (first.temperature, first.top_k, first.top_p, first.repetition_penalty) == (0.6, 20, 0.95, 1.1)
+    assert (second.temperature, second.top_k, second.top_p, second.repetition_penalty) == (0.0, 0, 1.0, 1.1)
+    assert (first.max_tokens, second.max_tokens) == (90, 90)
+
+
+def test_given_logprobs_in_each_form_when_resolved_then_counts_are_right(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
+
+    def resolved(kind: Any, **fields: Any) -> tuple[int | None, int | None]:
+        base = {"messages": [{"role": "user", "content": "x"}]} if kind is ChatRequest else {"prompt": "x"}
+        request, _ = parse(kind, {**base, **fields}, strict_params=True)
+        params = resolve_params(request, 1, tokenizer, INFO)
+        return params.logprobs, params.prompt_logprobs
+
+    assert resolved(ChatRequest) == (None, None)
+    assert resolved(ChatRequest, logprobs=True) == (0, None)
+    assert resolved(ChatRequest, logprobs=True, top_logprobs=5) == (5, None)
+    assert resolved(CompletionRequest, logprobs=2) == (2, None)
+    assert resolved(CompletionRequest, logprobs=2, echo=True) == (2, 2)
+    assert resolved(CompletionRequest, logprobs=2, echo=True, prompt_logprobs=4) == (2, 4)
+    assert resolved(CompletionRequest, echo=True) == (None, None)
+    with pytest.raises(InvalidRequestError, match="streamed"):
+        resolved(CompletionRequest, prompt_logprobs=1, stream=True)
+
+
+def test_given_switched_off_features_when_sent_then_they_are_accepted() -> None:
+    body = {"prompt": "x", "use_beam_search": False, "stream_options": {"include_usage": None}}
+    request, ignored = parse(CompletionRequest, body, strict_params=False)
+    assert (request.prompt, ignored) == ("x", ["use_beam_search"])
+
+
+def test_given_a_body_that_stalls_when_read_then_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "BODY_SECONDS", 0.01)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    scope = {"headers": [(b"content-type", b"application/json")]}
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(read_json(scope, receive, max_bytes=10))
+    assert caught.value.status == 408
+
+
+def test_given_an_engine_with_a_small_context_when_a_chat_fills_it_then_the_error_counts_tokens(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
+    request, _ = parse(ChatRequest, {"messages": [{"role": "user", "content": "x"}]}, strict_params=True)
+    with pytest.raises(InvalidRequestError, match=r"maximum context length is 10 tokens.*11 tokens"):
+        resolve_params(request, 10, tokenizer, replace(INFO, max_model_len=10))
