@@ -61,9 +61,7 @@ class GatewayMetrics:
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...], model_name: str) -> Histogram:
-        family = Histogram(
-            f"novainfer_{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry
-        )
+        family = Histogram(f"novainfer_{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry)
         return family.labels(model_name)
 
 

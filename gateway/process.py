@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -39,6 +40,7 @@ log = logging.getLogger("gateway")
 KEEP_ALIVE_TIMEOUT = 75  # seconds; above the usual 60 of a load balancer, so that it is the one to close
 _LAST_WORDS_SECONDS = 2.0  # for error events to reach their clients after the drain timeout
 _BACKLOG = 2048
+_MAX_FILES = 65536
 
 
 class GatewayServer(uvicorn.Server):
@@ -124,18 +126,19 @@ def bind_http(config: ServerConfig, *, port: int | None = None) -> socket.socket
     Raises `ConfigError` when the address cannot be had.
     """
     wanted = config.port if port is None else port
-    family, kind, proto, _, address = socket.getaddrinfo(
-        config.host, wanted, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, proto)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if config.num_gateways > 1:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener: socket.socket | None = None
     try:
+        found = socket.getaddrinfo(config.host, wanted, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, proto, _, address = found[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if config.num_gateways > 1:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         raise ConfigError(f"cannot listen on {config.host}:{wanted}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
@@ -185,11 +188,17 @@ def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> Non
     client = EngineClient(run_dir.gateways(0), gateway_id=f"gateway-{index}")
     service = GatewayService.load(config, client)
     keys = KeyRing.load(config.server)
-    server = build_server(
-        service, keys, drain_timeout=config.server.drain_timeout, log_level=config.server.log_level
-    )
+    server = build_server(service, keys, drain_timeout=config.server.drain_timeout, log_level=config.server.log_level)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, service, listener, report))
+
+
+def _raise_file_limit() -> None:
+    """Each stream is a file; the usual soft limit of 1024 is less than one gateway holds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(_MAX_FILES, hard) if hard != resource.RLIM_INFINITY else _MAX_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -201,7 +210,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     die_with_parent()
     setproctitle(f"novainfer: gateway {options.index}")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the server takes it: the supervisor decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the supervisor decides
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes it: nothing to drain yet
+    _raise_file_limit()
     run_dir = RunDir.create(options.run_dir)
     report = Reporter(run_dir, options.index)
     try:

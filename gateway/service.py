@@ -40,9 +40,7 @@ T = TypeVar("T")
 class GatewayService:
     """One per gateway process, built before the first request."""
 
-    def __init__(
-        self, config: ServeConfig, tokenizer: Tokenizer, template: ChatTemplate, client: EngineClient
-    ) -> None:
+    def __init__(self, config: ServeConfig, tokenizer: Tokenizer, template: ChatTemplate, client: EngineClient) -> None:
         server = config.server
         self.config = config
         self.tokenizer = tokenizer
@@ -159,9 +157,7 @@ class GatewayService:
             after_prompt=isinstance(request, CompletionRequest),
         )
 
-    def _add_request(
-        self, state: PromptState, request: ChatRequest | CompletionRequest, tenant: str
-    ) -> AddRequest:
+    def _add_request(self, state: PromptState, request: ChatRequest | CompletionRequest, tenant: str) -> AddRequest:
         return AddRequest(
             request_id=state.request_id,
             prompt_token_ids=state.token_ids,

@@ -1,7 +1,7 @@
 """What every Triton kernel of ours shares: whether Triton interprets, and rounding of block sizes.
 
-Every launch passes `enable_fp_fusion=False`: which products and sums the compiler would contract may differ from kernel to
-kernel and from version to version, and with it the last bit.
+Every launch passes `enable_fp_fusion=False`: which products and sums the compiler would contract may differ from
+kernel to kernel and from version to version, and with it the last bit.
 Importing this module imports triton, so only the Triton modules may import it.
 """
 

@@ -3,7 +3,7 @@
 Lives in the supervisor, or in the process of the offline engine; the only module that knows Ray. Ray is imported when
 the first group starts, because its environment has to be set before, and torch in the actors alone. Every Ray process
 dies with ours: the kernel ends the servers when the thread that started them ends, and an actor ends with its raylet
-and takes Ray's agents along.
+(`_watch_agents` sees to the rest).
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
+import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; we put nothing there
 _PLACEMENT_TIMEOUT = 60.0  # seconds
 _LIVENESS_INTERVAL = 0.5  # seconds
-_RAYLET_CHECK_INTERVAL = 0.2  # seconds
 _LONGEST_TEMP_DIR = 40  # bytes; Ray appends up to 65 for its Unix sockets, which may have 107
 _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all of the local instance listens on loopback alone
@@ -46,6 +44,14 @@ _LOCAL_ENVIRONMENT = {
     # A rank's process starts while Ray itself is still starting: let it use the time for the heaviest imports.
     "RAY_preload_python_modules": "torch,transformers.models.auto.configuration_auto",
 }
+_WATCH = """
+import sys, psutil
+processes = [psutil.Process(int(pid)) for pid in sys.argv[1:]]
+sys.stdin.read()
+for process in processes:
+    if process.is_running():
+        process.kill()
+"""
 
 
 class RankActor:
@@ -56,8 +62,6 @@ class RankActor:
         launch = RankLaunch.from_json(launch_json)
         logging.basicConfig(level=launch.config.server.log_level.upper())
         _set_title(f"novainfer: worker {launch.replica}.{launch.place.rank}")
-        if launch.config.parallel.ray_address is None:
-            threading.Thread(target=_end_with_raylet, name="raylet-watch", daemon=True).start()
         from workers.step_loop import run_rank
 
         run_rank(launch)
@@ -81,6 +85,7 @@ class RayWorkerGroup:
         self._epoch = epoch
         self._replica = replica
         self._supervisor = supervisor or run_dir.supervisor()
+        self._watch: subprocess.Popen[bytes] | None = None
         self._placement: Any = None
         self._actors: list[Any] = []  # one actor handle per rank
         self._runs: list[Any] = []  # one object reference per rank, ready when the rank has ended
@@ -95,6 +100,7 @@ class RayWorkerGroup:
         began = time.monotonic()
         if parallel.ray_address is None:
             _start_local(parallel, self._run_dir.path)
+            self._watch = _watch_agents()
         else:
             _ray().init(address=parallel.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         logger.debug("Ray runs (%.1f s)", time.monotonic() - began)
@@ -123,6 +129,9 @@ class RayWorkerGroup:
             if self._placement is not None:
                 ray.util.remove_placement_group(self._placement)
             ray.shutdown()
+        if self._watch is not None:
+            self._watch.communicate()
+            self._watch = None
         self._actors, self._runs, self._placement = [], [], None
 
     def _place(self, use_gpu: bool) -> None:
@@ -234,19 +243,14 @@ def _set_title(title: str) -> None:
         raylet.setproctitle(title)
 
 
-def _end_with_raylet() -> None:
-    """Wait until the raylet that started this process is gone; then end its other children and this process.
+def _watch_agents() -> subprocess.Popen[bytes]:
+    """A small process that ends Ray's agents when our end of its standard input closes, however that happens.
 
-    When our supervisor is killed, the kernel kills the raylet at once, but Ray's agents would linger for a minute.
+    If this process is killed, the kernel takes the raylet and the ranks leave with it, but the agents would stay a minute.
     """
-    raylet = psutil.Process(os.getppid())
-    siblings = raylet.children()
-    while os.getppid() == raylet.pid:
-        time.sleep(_RAYLET_CHECK_INTERVAL)
-    for sibling in siblings:
-        with suppress(psutil.NoSuchProcess):
-            sibling.kill()
-    os.kill(os.getpid(), signal.SIGKILL)
+    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    agents = [str(agent.pid) for raylet in raylets for agent in raylet.children()]
+    return subprocess.Popen([sys.executable, "-c", _WATCH, *agents], stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _start_local(config: ParallelConfig, run_dir: Path) -> None:

@@ -38,7 +38,10 @@ class WeightReader:
         return name in self._files
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
-        """The slice `index` (by default all) of a float tensor that must have `shape`, on the CPU in its own dtype."""
+        """The slice `index` (by default all) of a float tensor that must have `shape`, in its own dtype.
+
+        It may be a view of the mapped file: copy it to where it belongs.
+        """
         if name not in self._files:
             raise UnsupportedModelError(f"the checkpoint has no tensor '{name}'")
         view = self._file(name).get_slice(name)

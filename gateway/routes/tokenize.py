@@ -23,9 +23,7 @@ async def tokenize(call: Call) -> Response:
             token_ids = await service.in_thread(lambda: encode_chat(service, request))
         else:
             special = request.add_special_tokens is not False
-            token_ids = await service.in_thread(
-                lambda: service.tokenizer.encode(prompt, add_special_tokens=special)
-            )
+            token_ids = await service.in_thread(lambda: service.tokenizer.encode(prompt, add_special_tokens=special))
     info = service.client.info
     strings = [service.tokenizer.token(token_id) for token_id in token_ids] if request.return_token_strs else None
     answer = {

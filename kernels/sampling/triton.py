@@ -52,23 +52,13 @@ def _gumbel(bits):
 
 @triton.jit
 def _scaled(logits_row, ids, vocab_size, temperature):
-    """x = logits / temperature for the ids given; -inf for NaN and outside the vocabulary."""
+    """(x, key) of the ids given: x = logits / temperature, -inf for NaN and outside the vocabulary; and an int32 in the
+    order of x, where both zeros are one key."""
     logits = tl.load(logits_row + ids, mask=ids < vocab_size, other=float("-inf"))
     logits = tl.where(logits == logits, logits, float("-inf"))
-    return tl.minimum(tl.div_rn(logits, temperature), 3.4028234663852886e38)
-
-
-@triton.jit
-def _order_key(x):
-    """float32 without NaN -> int32 in the same order; both zeros are one key."""
+    x = tl.minimum(tl.div_rn(logits, temperature), 3.4028234663852886e38)
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _is_kept(key, ids, last_key, last_id):
-    """Whether an id stands at or before (last_key, last_id) in the order x descending, id ascending."""
-    return (key > last_key) | ((key == last_key) & (ids <= last_id))
+    return x, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
@@ -76,7 +66,8 @@ def _largest(logits_row, vocab_size, temperature, BLOCK: tl.constexpr):
     """max x of the row."""
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, vocab_size, BLOCK):
-        largest = tl.maximum(largest, _scaled(logits_row, start + tl.arange(0, BLOCK), vocab_size, temperature))
+        x, _key = _scaled(logits_row, start + tl.arange(0, BLOCK), vocab_size, temperature)
+        largest = tl.maximum(largest, x)
     return tl.max(largest, axis=0)
 
 
@@ -86,9 +77,9 @@ def _weigh(
 ):
     """(ids, keys, weights) of one block. The weight is the mass, or 1; it is 0 after (last_key, last_id)."""
     ids = start + tl.arange(0, BLOCK)
-    x = _scaled(logits_row, ids, vocab_size, temperature)
-    key = _order_key(x)
-    weight = tl.where((ids < vocab_size) & _is_kept(key, ids, last_key, last_id), 1.0, 0.0)
+    x, key = _scaled(logits_row, ids, vocab_size, temperature)
+    kept = (ids < vocab_size) & ((key > last_key) | ((key == last_key) & (ids <= last_id)))
+    weight = tl.where(kept, 1.0, 0.0)
     if BY_MASS:
         weight = weight * tl.exp(x - largest)
     return ids, key, weight
@@ -248,10 +239,11 @@ def _slice_kernel(
     temperature = tl.load(temperatures + row)
     logits_row = logits + row * row_stride
     if temperature == 0.0:
-        values = _scaled(logits_row, ids, vocab_size, 1.0)
+        values, _keys = _scaled(logits_row, ids, vocab_size, 1.0)
     else:
-        values = _scaled(logits_row, ids, vocab_size, temperature)
-        kept = _is_kept(_order_key(values), ids, tl.load(last_keys + row), tl.load(last_ids + row))
+        values, keys = _scaled(logits_row, ids, vocab_size, temperature)
+        last_key = tl.load(last_keys + row)
+        kept = (keys > last_key) | ((keys == last_key) & (ids <= tl.load(last_ids + row)))
         min_p = tl.load(min_ps + row)
         if min_p > 0.0:
             kept = kept & (tl.exp(values - tl.load(largests + row)) >= min_p)

@@ -101,9 +101,7 @@ def _only_new(output: TokenOutput, emitted: list[int]) -> TokenOutput:
     overlap = output.token_ids[:known]
     if overlap != emitted[output.index : output.index + len(overlap)]:
         raise ProtocolError(f"{output.request_id}/{output.choice}: a token came again and differs")
-    return replace(
-        output, index=len(emitted), token_ids=output.token_ids[known:], logprobs=output.logprobs[known:]
-    )
+    return replace(output, index=len(emitted), token_ids=output.token_ids[known:], logprobs=output.logprobs[known:])
 
 
 class Journal:

@@ -64,9 +64,7 @@ class ChatTemplate:
     """The compiled templates of one model. Thread-safe."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -196,4 +194,3 @@ def _cut_after_final_message(text: str, messages: Sequence[Message]) -> str:
         )
     whole = final.lstrip()  # with its trailing space, unless the template cut that off
     return text[: start + len(whole if text.startswith(whole, start) else final.strip())]
-

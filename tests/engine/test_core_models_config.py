@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,4 @@ def test_head_shard_given_indivisible_heads_when_split_then_refused(
 
 
 def _with_heads(heads: int, kv_heads: int) -> DecoderSpec:
-    from dataclasses import replace
-
     return replace(spec_of("llama"), num_heads=heads, num_kv_heads=kv_heads)

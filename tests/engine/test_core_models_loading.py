@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.backend import select_backend
+from novainfer.config import ModelConfig
 from novainfer.errors import UnsupportedModelError
 from tests.parity.builders import VOCAB_SIZE, build_checkpoint
 from tests.parity.harness import CPU, load, paged_greedy, ragged_prompts
 from workers.checkpoint import find_checkpoint, read_json
+from workers.layers.build import LayerBuilder
 from workers.models.loader import load_model
 from workers.tensor_parallel import TensorParallel
 from workers.weights import WeightReader
@@ -64,8 +67,6 @@ def test_checkpoint_given_shards_when_loaded_then_equals_single_file(folder: Pat
 
 
 def test_checkpoint_given_progress_callback_when_loaded_then_counts_every_tensor_once(folder: Path) -> None:
-    from novainfer.config import ModelConfig
-
     _, kernels = load(folder)
     seen: list[tuple[int, int]] = []
     load_model(
@@ -79,10 +80,10 @@ def test_checkpoint_given_progress_callback_when_loaded_then_counts_every_tensor
     assert seen[:total] == [(done, total) for done in range(1, total + 1)]
 
 
-def test_reader_given_a_slice_when_read_then_holds_no_more_than_the_slice(folder: Path) -> None:
-    reader = WeightReader(folder)
-    rows = reader.read("lm_head.weight", (VOCAB_SIZE, 64), (slice(10, 20),))
-    assert rows.shape == (10, 64)
+def test_builder_given_a_slice_when_read_then_owns_no_more_than_the_slice(folder: Path) -> None:
+    build = LayerBuilder(WeightReader(folder), TensorParallel.single(), select_backend(CPU), torch.float32, CPU)
+    rows = build.tensor("lm_head.weight", (VOCAB_SIZE, 64), (slice(10, 20),))
+    assert torch.equal(rows, load_file(folder / "model.safetensors")["lm_head.weight"][10:20])
     assert rows.untyped_storage().nbytes() == 10 * 64 * 4
 
 

@@ -155,7 +155,7 @@ def test_wrong_shapes_are_refused(triton_backend: KernelBackend, device: torch.d
         attend(query[:, :3], key_cache, value_cache, metadata, PLAIN)
     with pytest.raises(ValueError, match="value_cache must have shape"):
         attend(query, key_cache, value_cache[:-1], metadata, PLAIN)
-    with pytest.raises(ValueError, match="key_cache must be torch.float16"):
+    with pytest.raises(ValueError, match=r"key_cache must be torch\.float16"):
         attend(query.half(), key_cache, value_cache, metadata, PLAIN)
     with pytest.raises(ValueError, match="query_start_loc must have shape"):
         attend(query, key_cache, value_cache, replace(metadata, seq_lens=metadata.seq_lens.repeat(2)), PLAIN)

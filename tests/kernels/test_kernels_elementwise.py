@@ -126,6 +126,6 @@ def test_wrong_arguments_are_refused(backends, normal, device, which) -> None:
         backend.rms_norm(normal(2, 8), normal(7), 1e-6)
     with pytest.raises(ValueError, match="residual must have shape"):
         backend.add_rms_norm(normal(2, 8), normal(3, 8), normal(8), 1e-6)
+    positions = torch.zeros(2, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="larger than head_dim"):
-        positions = torch.zeros(2, dtype=torch.int64, device=device)
         backend.rotary(normal(2, 1, 8), normal(2, 1, 8), positions, normal(4, 2, 5))

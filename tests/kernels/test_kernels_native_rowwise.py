@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -90,20 +91,26 @@ def _parameters(rows: int) -> SamplingTensors:
     )
 
 
+@functools.cache
+def _sampling_cases() -> list[tuple[torch.Tensor, SamplingTensors, list[int]]]:
+    """Awkward logits, parameters and the reference's tokens."""
+    torch.manual_seed(3)
+    cases = []
+    for vocab_size, spread in ((1, 1.0), (5, 8.0), (63, 1.0), (64, 0.1), (1000, 1.0), (4099, 0.1), (4099, 8.0)):
+        logits, params = torch.randn(60, vocab_size) * spread, _parameters(60)
+        logits[:, ::7] = -math.inf
+        logits[:, vocab_size // 2] = logits[:, -1]
+        logits[11, vocab_size // 3], logits[12] = math.nan, -math.inf
+        logits[13, -1] = math.inf
+        cases.append((logits, params, ReferenceBackend().sample(logits, params).tolist()))
+    return cases
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_logits_with_ties_infinities_and_nan_when_sampled_then_reference_tokens(isa: str) -> None:
-    torch.manual_seed(3)
-    backend, reference = CpuBackend(isa), ReferenceBackend()
-    for vocab_size in (1, 5, 63, 64, 1000, 4099):
-        for spread in (0.1, 1.0, 8.0):
-            logits = torch.randn(60, vocab_size) * spread
-            logits[:, ::7] = -math.inf
-            logits[:, vocab_size // 2] = logits[:, -1]
-            logits[11, vocab_size // 3], logits[12] = math.nan, -math.inf
-            logits[13, -1] = math.inf
-            params = _parameters(60)
-            tokens = backend.sample(logits, params)
-            assert tokens.tolist() == reference.sample(logits, params).tolist(), (vocab_size, spread)
+    backend = CpuBackend(isa)
+    for logits, params, expected in _sampling_cases():
+        assert backend.sample(logits, params).tolist() == expected, logits.shape
 
 
 def test_rows_when_sampled_together_then_as_alone() -> None:

@@ -1,4 +1,4 @@
-"""Small Triton kernels that show what device functions compute. Imported by tests only after triton is known to be there."""
+"""Small Triton kernels that show what device functions compute; needs triton."""
 
 from __future__ import annotations
 

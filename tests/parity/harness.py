@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,17 @@ class Generation:
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The models are far too small for more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def ragged_prompts(count: int = 8, vocab_size: int = 256, seed: int = 0, shortest: int = 1) -> list[list[int]]:
@@ -51,7 +64,7 @@ def transformers_greedy(folder: Path, prompts: list[list[int]], num_tokens: int)
     longest = max(map(len, prompts))
     input_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    with torch.inference_mode():
+    with one_thread(), torch.inference_mode():
         result = model.generate(
             input_ids,
             attention_mask=mask,
@@ -88,8 +101,9 @@ class PagedSession:
 
     def run(self, budget: int) -> Generation:
         """Decode greedily until every sequence has its tokens; each step computes at most `budget` tokens."""
-        while plan := self._plan(budget):
-            self._step(plan)
+        with one_thread():
+            while plan := self._plan(budget):
+                self._step(plan)
         starts = zip(self._tokens, self._prompt_lens, strict=True)
         return Generation([tokens[start:] for tokens, start in starts], self._logprobs)
 

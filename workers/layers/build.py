@@ -33,8 +33,9 @@ class LayerBuilder:
     device: torch.device
 
     def tensor(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
-        """A tensor, or a slice of it, in the model's dtype on its device."""
-        return self.weights.read(name, shape, index).to(self.device, self.dtype).contiguous()
+        """A tensor, or a slice of it, in the model's dtype on its device; a copy, never a view of the mapped file."""
+        stored = self.weights.read(name, shape, index)
+        return torch.empty(stored.shape, dtype=self.dtype, device=self.device).copy_(stored)
 
     def vector(self, name: str, size: int) -> Tensor:
         """[size], whole on every rank."""

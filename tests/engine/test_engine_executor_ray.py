@@ -1,0 +1,77 @@
+"""Ranks as Ray actors: two of them generate what one does, and nothing of Ray outlives the process that started it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.builders import PlanWriter
+from tests.engine.ray_driver import NUM_TOKENS, PROMPT, config
+from tests.parity.builders import build_checkpoint
+from workers.local_executor import LocalExecutor
+
+pytestmark = pytest.mark.stage1
+
+LOOPBACK = ("127.", "::ffff:127.", "::1")
+WAIT = 30.0  # seconds; an event ends each wait long before
+
+
+def start(model: str, world_size: int) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.engine.ray_driver", model, str(world_size)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        return process, json.loads(process.stdout.readline())
+    except ValueError:
+        process.kill()
+        process.communicate()
+        raise
+
+
+def survivors(report: dict[str, Any], timeout: float) -> list[psutil.Process]:
+    """Those of the reported processes that still run after `timeout` seconds."""
+    processes: list[psutil.Process] = []
+    for pid, created, _ in report["processes"]:
+        try:
+            process = psutil.Process(pid)
+            if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append(process)
+        except psutil.NoSuchProcess:
+            pass
+    return psutil.wait_procs(processes, timeout)[1]
+
+
+def test_two_ranks_when_run_on_ray_then_tokens_equal_one_rank_and_all_ends_with_close(tmp_path: Path) -> None:
+    model = str(build_checkpoint("qwen3", tmp_path / "qwen3"))
+    process, report = start(model, 2)
+    try:
+        process.communicate(timeout=WAIT)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()
+    executor, writer = LocalExecutor(config(model, 1)), PlanWriter()
+    writer.add(0, PROMPT)
+    for count in [len(PROMPT)] + [1] * (NUM_TOKENS - 1):
+        executor.submit(writer.plan({0: count}))
+    results = [executor.collect(None) for _ in range(NUM_TOKENS)]
+    assert report["tokens"] == [token for result in results if result is not None for token in result.token_ids]
+    titles = {title for _, _, command in report["processes"] for title in command}
+    assert {"novainfer: worker 0.0", "novainfer: worker 0.1"} <= titles
+    assert report["listening"]
+    assert all(address.startswith(LOOPBACK) for address in report["listening"])
+    assert survivors(report, 0) == []
+
+
+def test_supervisor_when_killed_then_nothing_of_ray_is_left() -> None:
+    process, report = start("demo", 1)
+    process.kill()
+    process.communicate()
+    assert len(report["processes"]) >= 3
+    assert survivors(report, WAIT) == []

@@ -1,0 +1,117 @@
+"""The process tree of a real server with two tensor-parallel ranks: who is there, what it loads, where it listens."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.servers import RunningServer, assert_gone
+
+pytestmark = pytest.mark.stage2
+
+LONG = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def pair_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    log = tmp_path_factory.mktemp("tp2") / "log"
+    running = RunningServer("--tensor-parallel-size", "2", "--dtype", "float32", log=log)
+    yield running
+    running.stop()
+
+
+def mapped_files(process: psutil.Process) -> str:
+    return Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def test_given_two_ranks_when_started_then_titles_say_who_is_who(pair_of_ranks: RunningServer) -> None:
+    assert set(pair_of_ranks.processes()) == {"supervisor", "gateway 0", "scheduler 0", "worker 0.0", "worker 0.1"}
+
+
+@pytest.mark.parametrize("title", ["gateway 0", "scheduler 0"])
+def test_given_a_front_process_when_its_memory_is_read_then_no_torch_ray_or_triton(
+    pair_of_ranks: RunningServer, title: str
+) -> None:
+    processes = pair_of_ranks.processes()
+    for name in ("torch", "triton", "/ray/"):
+        assert name not in mapped_files(processes[title])
+    assert "torch" in mapped_files(processes["worker 0.0"])  # the check itself can see it
+
+
+def test_given_a_running_server_when_sockets_are_listed_then_all_listen_on_loopback(
+    pair_of_ranks: RunningServer,
+) -> None:
+    listening = [
+        connection.laddr
+        for process in pair_of_ranks.tree()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert {address.ip.removeprefix("::ffff:") for address in listening} <= {"127.0.0.1", "::1"}
+
+
+def test_given_two_ranks_when_asked_then_the_answer_is_that_of_one(
+    pair_of_ranks: RunningServer, start_server: Callable[..., RunningServer]
+) -> None:
+    single = start_server("--dtype", "float32")
+    body = {**LONG, "max_tokens": 60}
+    with single.http() as one, pair_of_ranks.http() as two:
+        texts = [
+            client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+            for client in (one, two)
+        ]
+    assert texts[0]
+    assert texts[0] == texts[1]
+
+
+def test_given_an_open_stream_when_terminated_then_it_finishes_and_new_requests_get_503(
+    start_server: Callable[..., RunningServer],
+) -> None:
+    server = start_server()
+    tree = server.tree()
+    lines: list[str] = []
+    started = threading.Event()
+
+    def read() -> None:
+        with server.http() as http, http.stream("POST", "/v1/chat/completions", json={**LONG, "stream": True}) as reply:
+            for line in reply.iter_lines():
+                lines.append(line)
+                started.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert started.wait(60)
+    server.process.send_signal(signal.SIGTERM)
+    refused: list[httpx.Response] = []
+    with server.http() as http:
+        while reader.is_alive() and not refused:
+            try:
+                reply = http.post("/v1/chat/completions", json={**LONG, "max_tokens": 1})
+            except httpx.TransportError:
+                break  # drained and gone already
+            if reply.status_code == 503:
+                refused.append(reply)
+    reader.join(60)
+    assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.wait() == 0
+    assert_gone(tree)
+    for reply in refused:
+        assert int(reply.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("title", ["scheduler 0", "worker 0.0"])
+def test_given_a_death_that_cannot_be_mended_when_it_happens_then_the_exit_is_not_zero_and_nothing_is_left(
+    start_server: Callable[..., RunningServer], title: str
+) -> None:
+    server = start_server()
+    tree = server.tree()
+    server.processes()[title].kill()
+    assert server.wait() != 0
+    assert_gone(tree)

@@ -1,0 +1,197 @@
+"""The whole server on the demo model: many clients at once, and nothing held when they have left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from tests.servers import RunningServer
+
+pytestmark = pytest.mark.stage2
+
+QUESTIONS = [
+    "What is NovaInfer?",
+    "What is 23 plus 45?",
+    "Spell the word river.",
+    "Count from 3 to 9.",
+    "Hello!",
+    "Which port does the server listen on?",
+    "Give me JSON with name Anna and age 31.",
+    "Describe how NovaInfer handles a request.",
+]
+STYLES: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "max_completion_tokens": 7},
+    {"temperature": 1.0, "seed": 11},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 5, "presence_penalty": 0.4},
+    {"temperature": 0, "stop": ["e"]},
+    {"temperature": 1.3, "seed": 3, "n": 2, "extra_body": {"top_k": 20, "min_p": 0.01}},
+    {"temperature": 0, "logprobs": True, "top_logprobs": 2},
+    {"temperature": 0, "frequency_penalty": 0.5, "extra_body": {"repetition_penalty": 1.1}},
+]
+
+
+def job(number: int) -> dict[str, Any]:
+    """One of 64 different requests; those of odd rows carry a system prompt."""
+    messages = [{"role": "user", "content": QUESTIONS[number % 8]}]
+    if number // 8 % 2:
+        messages.insert(0, {"role": "system", "content": "You are a helpful assistant."})
+    return {"model": "demo", "messages": messages, "max_completion_tokens": 40, **STYLES[number // 8]}
+
+
+async def stream(client: openai.AsyncOpenAI, request: dict[str, Any]) -> dict[int, tuple[str, str]]:
+    """Read one stream to its end: text and finish reason by choice."""
+    texts: dict[int, str] = {}
+    ends: dict[int, str] = {}
+    usage = None
+    async for chunk in await client.chat.completions.create(
+        **request, stream=True, stream_options={"include_usage": True}
+    ):
+        assert usage is None, "something came after the usage"
+        usage = chunk.usage
+        for choice in chunk.choices:
+            assert choice.index not in ends, "something came after the finish reason"
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert usage is not None
+    assert sorted(ends) == list(range(request.get("n", 1)))
+    return {index: (texts[index], ends[index]) for index in ends}
+
+
+def async_client(server: RunningServer) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"{server.base_url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=240,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=240),
+    )
+
+
+def test_given_64_streams_with_mixed_parameters_when_read_at_once_then_each_equals_its_solo_run(
+    server: RunningServer,
+) -> None:
+    async def run() -> None:
+        async with async_client(server) as client:
+            together = await asyncio.gather(*(stream(client, job(i)) for i in range(64)))
+            for i in range(64):
+                assert await stream(client, job(i)) == together[i], f"request {i}"
+        assert {reason for answer in together for _, reason in answer.values()} <= {"stop", "length"}
+
+    asyncio.run(run())
+
+
+def test_given_sessions_of_several_turns_when_they_run_at_once_then_each_goes_on_with_its_own_history(
+    server: RunningServer,
+) -> None:
+    async def session(client: openai.AsyncOpenAI, turns: list[str]) -> list[dict[str, str]]:
+        history: list[dict[str, str]] = []
+        for turn in turns:
+            history.append({"role": "user", "content": turn})
+            request = {"model": "demo", "messages": list(history), "temperature": 0, "max_completion_tokens": 30}
+            answer = await stream(client, request)
+            history.append({"role": "assistant", "content": answer[0][0]})
+        return history
+
+    async def run() -> None:
+        sessions = [[QUESTIONS[i], QUESTIONS[(i + 3) % 8], QUESTIONS[(i + 5) % 8]] for i in range(6)]
+        async with async_client(server) as client:
+            together = await asyncio.gather(*(session(client, turns) for turns in sessions))
+            for turns, history in zip(sessions, together, strict=True):
+                assert await session(client, turns) == history
+
+    asyncio.run(run())
+
+
+def metric(server: RunningServer, name: str) -> float:
+    with server.http() as http:
+        for line in http.get("/metrics").text.splitlines():
+            if line.startswith(name) and line[len(name)] in " {":
+                return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no metric {name}")
+
+
+def wait_until_nothing_is_held(server: RunningServer) -> None:
+    """The gauges come once a second; wait for a report in which everything is free."""
+    names = (
+        "novainfer_gateway_live_requests",
+        "novainfer_num_requests_running",
+        "novainfer_num_requests_waiting",
+        "novainfer_kv_cache_usage_ratio",
+    )
+    deadline = time.monotonic() + 60
+    while (held := {name: value for name in names if (value := metric(server, name))}) and time.monotonic() < deadline:
+        with server.http() as http:
+            http.get("/health")  # each look takes a while; nothing else to wait for from outside
+    assert not held
+
+
+async def leave(server: RunningServer, rng: random.Random) -> str:
+    """Send a request over a raw socket and go at a random moment: at once, in mid-stream, or by a cancel."""
+    address = urlsplit(server.base_url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    how = rng.choice(["close", "read", "read", "cancel", "finish"])
+    request_id = f"leave-{rng.getrandbits(64):x}"
+    body = json.dumps(
+        {
+            "messages": [{"role": "user", "content": f"{rng.choice(QUESTIONS)} {rng.randrange(50)}"}],
+            "stream": rng.random() < 0.8,
+            "n": rng.choice([1, 1, 1, 2]),
+            "max_tokens": 3 if how == "finish" else 400,
+            "ignore_eos": True,
+        }
+    ).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request_id}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    if how == "read":
+        await reader.read(rng.randrange(1, 4000))
+    elif how == "cancel":
+        first = asyncio.create_task(reader.read(1))
+        await asyncio.wait([first], timeout=rng.random() * 0.05)
+        await post(server, f"/v1/requests/{request_id}/cancel")
+        first.cancel()
+    elif how == "finish":
+        assert b"200 OK" in await reader.read()
+    writer.close()
+    return how
+
+
+async def post(server: RunningServer, path: str) -> None:
+    address = urlsplit(server.base_url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+    assert (await reader.read()).startswith((b"HTTP/1.1 200", b"HTTP/1.1 404"))
+    writer.close()
+
+
+def test_given_1000_cancels_and_disconnects_when_all_have_left_then_nothing_is_held(server: RunningServer) -> None:
+    rng = random.Random(0)
+
+    async def run() -> list[str]:
+        gate = asyncio.Semaphore(48)
+
+        async def one() -> str:
+            async with gate:
+                return await leave(server, rng)
+
+        return await asyncio.gather(*(one() for _ in range(1000)))
+
+    ways = asyncio.run(run())
+    assert set(ways) == {"close", "read", "cancel", "finish"}
+    wait_until_nothing_is_held(server)
+    with server.sdk() as client:
+        answer = client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": QUESTIONS[0]}], temperature=0, max_completion_tokens=5
+        )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
