@@ -1,41 +1,54 @@
-"""The HTTP application: which paths there are and what stands around them. Starlette; no route is open by accident."""
+"""The HTTP application: which paths there are and what stands around them. No route is open by accident.
+
+FastAPI holds the routes; the endpoints read and write ASGI messages themselves, because a body has to be bounded while
+it is read, and a stream has to see its client leave.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp
 
 from gateway.auth import AuthMiddleware, KeyRing
 from gateway.context import ContextMiddleware
 from gateway.errors import to_api_error
+from gateway.openapi import RouteSpec, describe
 from gateway.routes import chat, completions, health, models, requests, tokenize
-from gateway.routes.endpoint import Handler, route
+from gateway.routes.endpoint import Call, json_response, route
+from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from gateway.service import GatewayService
+from novainfer import __version__
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/chat/completions", chat.chat_completions),
-    ("POST", "/v1/completions", completions.completions),
-    ("GET", "/v1/models", models.list_models),
-    ("GET", "/v1/models/{model_id:path}", models.get_model),
-    ("POST", "/v1/requests/{request_id}/cancel", requests.cancel),
-    ("POST", "/tokenize", tokenize.tokenize),
-    ("POST", "/detokenize", tokenize.detokenize),
-    ("GET", "/health", health.health),
-    ("GET", "/healthz", health.health),
-    ("GET", "/ping", health.health),
-    ("GET", "/livez", health.livez),
-    ("GET", "/readyz", health.readyz),
-    ("GET", "/version", models.version),
-    ("GET", "/metrics", health.metrics),
+
+async def openapi(call: Call) -> Response:
+    """This description."""
+    return json_response(describe(ROUTES, title="NovaInfer", version=__version__))
+
+
+ROUTES: tuple[RouteSpec, ...] = (
+    RouteSpec("POST", "/v1/chat/completions", chat.chat_completions, ChatRequest),
+    RouteSpec("POST", "/v1/completions", completions.completions, CompletionRequest),
+    RouteSpec("GET", "/v1/models", models.list_models),
+    RouteSpec("GET", "/v1/models/{model_id:path}", models.get_model),
+    RouteSpec("POST", "/v1/requests/{request_id}/cancel", requests.cancel),
+    RouteSpec("POST", "/tokenize", tokenize.tokenize, TokenizeRequest),
+    RouteSpec("POST", "/detokenize", tokenize.detokenize, DetokenizeRequest),
+    RouteSpec("GET", "/health", health.health),
+    RouteSpec("GET", "/healthz", health.health),
+    RouteSpec("GET", "/ping", health.health),
+    RouteSpec("GET", "/livez", health.livez),
+    RouteSpec("GET", "/readyz", health.readyz),
+    RouteSpec("GET", "/version", models.version),
+    RouteSpec("GET", "/metrics", health.metrics, media_type="text/plain"),
+    RouteSpec("GET", "/openapi.json", openapi),
 )
 
 
@@ -43,7 +56,7 @@ def create_app(service: GatewayService, keys: KeyRing) -> ASGIApp:
     """The application around `service`; it starts and closes the engine client with the server."""
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.client.start()
         try:
             yield
@@ -51,15 +64,16 @@ def create_app(service: GatewayService, keys: KeyRing) -> ASGIApp:
             await service.client.close()
             service.close()
 
-    routes: list[BaseRoute] = [route(service, method, path, handler) for method, path, handler in ROUTES]
-    app = Starlette(
-        routes=routes,
+    return FastAPI(
+        routes=[route(service, spec.method, spec.path, spec.handler) for spec in ROUTES],
         lifespan=lifespan,
         middleware=_middleware(service, keys),
         exception_handlers={HTTPException: _http_error},
+        redirect_slashes=False,  # `/health/` is not `/health`: one spelling a route, for the keys and for the metrics
+        openapi_url=None,  # ours covers raw endpoints and stands behind the key like every other route
+        docs_url=None,
+        redoc_url=None,
     )
-    _no_redirects(app.router)
-    return app
 
 
 def _middleware(service: GatewayService, keys: KeyRing) -> list[Middleware]:
@@ -77,11 +91,6 @@ def _middleware(service: GatewayService, keys: KeyRing) -> list[Middleware]:
             )
         )
     return [*layers, Middleware(AuthMiddleware, keys)]
-
-
-def _no_redirects(router: Router) -> None:
-    """`/health/` is not `/health`: one spelling a route, for the keys and for the metrics."""
-    router.redirect_slashes = False
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -31,14 +31,14 @@ _log = logging.getLogger(__name__)
 class CpuBackend:
     """See `kernels.backend.KernelBackend` for the contract of every method.
 
-    The native kernels give every row bits that depend on that row alone, on every instruction set. Without them (no compiler,
-    say) the same methods run in torch, slower and without that promise for linear layers.
+    The native kernels give every row bits that depend on that row alone, on every instruction set. Without them (no
+    compiler, say) the same methods run in torch, slower and without that promise for linear layers.
     """
 
     name = "cpu"
 
     def __init__(self, isa: str | None = None) -> None:
-        """isa: one of `kernels.native.build.ISA_FLAGS`; None takes $NOVAINFER_CPU_ISA, or the best of this processor."""
+        """isa: one of `kernels.native.build.ISA_FLAGS`; None takes $NOVAINFER_CPU_ISA, or the best one here."""
         self._warned_layout = False
         self._library: NativeLibrary | None = None
         try:
@@ -60,7 +60,7 @@ class CpuBackend:
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
-        """Zero-filled caches: packed (see `kernels.kv_store.cpu`) where that is possible, else [block, offset, head, dim]."""
+        """Zero-filled caches: packed (see `kernels.kv_store.cpu`) where possible, else [block, offset, head, dim]."""
         key_shape, value_shape = self._cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype)
         return torch.zeros(key_shape, dtype=dtype, device=device), torch.zeros(value_shape, dtype=dtype, device=device)
 
@@ -79,8 +79,8 @@ class CpuBackend:
         if self._library is not None and not self._warned_layout:
             self._warned_layout = True
             _log.warning(
-                "block_size %d, head_dim %d in %s has no native attention kernel (block_size must be a multiple of 16, head_dim "
-                "even and at most %d): attention runs in slower torch code",
+                "block_size %d, head_dim %d in %s has no native attention kernel (block_size must be a multiple of 16, "
+                "head_dim even and at most %d): attention runs in slower torch code",
                 *(block_size, head_dim, dtype, kv_cpu.MAX_HEAD_DIM),
             )
         shape = (num_blocks, block_size, num_kv_heads, head_dim)

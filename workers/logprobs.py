@@ -14,7 +14,7 @@ from torch import Tensor
 
 from novainfer.protocol.messages import Logprobs
 
-# Elements of logits worked on at once: the int64 order keys of a slice take 8 bytes each.
+# Elements of logits worked on at once.
 _MAX_SLICE = 16 * 1024 * 1024
 
 
@@ -93,7 +93,7 @@ def _gather_slice(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTen
     chosen_logits = logits.gather(1, chosen)
     ids = torch.arange(logits.shape[1], device=logits.device)
     ahead = (logits > chosen_logits) | ((logits == chosen_logits) & (ids < chosen))
-    top_ids = _top_ids(logits, ids, num_top)
+    top_ids = _top_ids(logits, num_top)
     return LogprobTensors(
         token_ids=token_ids,
         logprobs=logprobs.gather(1, chosen)[:, 0],
@@ -103,15 +103,16 @@ def _gather_slice(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTen
     )
 
 
-def _top_ids(logits: Tensor, ids: Tensor, num_top: int) -> Tensor:
-    """The num_top ids of largest logit, ties to the lower id: [R, num_top] int64.
-
-    `topk` leaves the order of equal values open, so it gets distinct keys: the float's bits, mapped to integers of the
-    same order, above the complemented id.
-    """
+def _top_ids(logits: Tensor, num_top: int) -> Tensor:
+    """The num_top ids of largest logit, ties to the lower id: [R, num_top] int64."""
     if num_top == 0:
-        return ids.new_empty(logits.shape[0], 0)
-    bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
-    ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
-    keys = (ordered << 32) + (0xFFFFFFFF - ids)
-    return keys.topk(num_top, dim=1).indices
+        return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
+    values, found = logits.topk(min(num_top + 1, logits.shape[1]), dim=1)
+    # `topk` leaves the order of equal values open: a stable sort by id, then by value, settles it ...
+    ids = found[:, :num_top].sort(dim=1).values
+    ids = ids.gather(1, logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices)
+    # ... and also which of them are in, where the last one in equals the first one out.
+    if values.shape[1] > num_top:
+        for row in (values[:, num_top - 1] == values[:, num_top]).nonzero()[:, 0].tolist():
+            ids[row] = logits[row].sort(descending=True, stable=True).indices[:num_top]
+    return ids

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,14 @@ _LOCAL_ENVIRONMENT = {
 }
 _WATCH = """
 import sys, psutil
-processes = [psutil.Process(int(pid)) for pid in sys.argv[1:]]
+pids = set(map(int, sys.argv[1:]))
+processes = [process for process in psutil.process_iter() if process.pid in pids]
 sys.stdin.read()
 for process in processes:
-    if process.is_running():
+    try:
         process.kill()
+    except psutil.NoSuchProcess:
+        pass
 """
 
 
@@ -104,7 +108,11 @@ class RayWorkerGroup:
         else:
             _ray().init(address=parallel.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         logger.debug("Ray runs (%.1f s)", time.monotonic() - began)
-        self._place(_uses_gpu(parallel))
+        use_gpu = _uses_gpu(parallel)
+        # All ranks must choose alike, whatever each of them sees.
+        device = "cuda" if use_gpu else "cpu"
+        self._config = replace(self._config, parallel=replace(parallel, device=device))
+        self._place(use_gpu)
 
     def is_alive(self) -> bool:
         """Whether every rank still lives; the reason of the first that does not is logged. Never waits."""
@@ -246,7 +254,7 @@ def _set_title(title: str) -> None:
 def _watch_agents() -> subprocess.Popen[bytes]:
     """A small process that ends Ray's agents when our end of its standard input closes, however that happens.
 
-    If this process is killed, the kernel takes the raylet and the ranks leave with it, but the agents would stay a minute.
+    If this process is killed, the kernel takes the raylet and the ranks leave with it; the agents would stay a minute.
     """
     raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
     agents = [str(agent.pid) for raylet in raylets for agent in raylet.children()]

@@ -45,19 +45,21 @@ class Sampler:
         positions = np.flatnonzero(num_logprobs >= 0)
         position_index = to_device(positions, logits.device)
         raw = logits[position_index] if len(positions) else None
-        is_bad = ~torch.isfinite(logits.amax(dim=1))  # amax hands on NaN; -inf for some ids is a legal mask
-        if process_logits(logits, rows, states):
-            is_bad |= ~torch.isfinite(logits.amax(dim=1))
+        sums = logits.sum(dim=1)  # hands on NaN and +inf; -inf for some ids is a legal mask
+        process_logits(logits, rows, states)
         params = states.sampling.tensors(rows, states.output_len(rows))
-        token_ids = self._kernels.sample(logits, params).masked_fill(is_bad, 0)
+        token_ids = self._kernels.sample(logits, params)
+        best = logits.gather(1, token_ids[:, None])[:, 0]
+        is_bad = ~(sums < math.inf) | (best == -math.inf)
+        token_ids.masked_fill_(is_bad, 0)
         logprobs = None
         if raw is not None:
             logprobs = gather_logprobs(raw, token_ids[position_index], int(num_logprobs.max()))
         return Sampled(rows, token_ids, is_bad, positions, num_logprobs[positions], logprobs)
 
 
-def process_logits(logits: Tensor, rows: IntArray, states: RequestStates) -> bool:
-    """Apply bias, penalties and token rules to logits [S, V] in place; False if no row has any."""
+def process_logits(logits: Tensor, rows: IntArray, states: RequestStates) -> None:
+    """Apply bias, penalties and token rules to logits [S, V] in place; rows that have none are not touched."""
     sampling = states.sampling
     output_len = states.output_len(rows)
     with_rules = np.flatnonzero(sampling.has_rules[rows])
@@ -75,7 +77,6 @@ def process_logits(logits: Tensor, rows: IntArray, states: RequestStates) -> boo
         _penalise_output(logits, counted, rows[counted], states)
     for i, rule in rules:
         _mask(logits[i], rule, int(output_len[i]))
-    return bool(rules) or len(repeated) > 0 or len(counted) > 0
 
 
 def _history(rows: IntArray, start: IntArray, states: RequestStates) -> tuple[Tensor, Tensor]:
@@ -104,12 +105,12 @@ def _penalise_repetition(logits: Tensor, positions: IntArray, rows: IntArray, st
 def _penalise_output(logits: Tensor, positions: IntArray, rows: IntArray, states: RequestStates) -> None:
     """Subtract frequency_penalty * count + presence_penalty from every id in the output (OpenAI's definition)."""
     ids, is_real = _history(rows, states.prompt_len[rows], states)
-    # Sums of ones are exact in float32 whatever their order.
-    counts = torch.zeros(len(rows), logits.shape[1], device=logits.device).scatter_add_(1, ids, is_real.float())
+    ordered = ids.where(is_real, -1).sort(dim=1).values
+    counts = torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
     index = (to_device(positions[:, None], logits.device), ids)
     frequency = to_device(states.sampling.frequency_penalty[rows][:, None], logits.device)
     presence = to_device(states.sampling.presence_penalty[rows][:, None], logits.device)
-    logits[index] = logits[index] - frequency * counts.gather(1, ids) - presence
+    logits[index] = logits[index] - frequency * counts - presence
 
 
 def _mask(logits: Tensor, rule: TokenRules, output_len: int) -> None:

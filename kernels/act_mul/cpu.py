@@ -22,7 +22,7 @@ class ActMulArguments(ctypes.Structure):
 
 
 def act_mul(library: NativeLibrary, gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate], computed in fp32, rounded once."""
+    """gate_up [num_tokens, 2 * width], gate first -> [num_tokens, width], computed in fp32, rounded once."""
     width = check_act_mul(gate_up, activation)
     rows = gate_up.shape[0]
     out = torch.empty((rows, width), dtype=gate_up.dtype)

@@ -1,7 +1,7 @@
 """The CPU's paged cache: its packed layout, and storing into it.
 
-A block of one head is cut into panels of 16 tokens, so that keys and values pass through the inner loop of the linear layers
-without being rearranged. bf16 keeps neighbours along the summed dimension in pairs:
+A block of one head is cut into panels of 16 tokens, so that keys and values pass through the inner loop of the linear
+layers without being rearranged. bf16 keeps neighbours along the summed dimension in pairs:
 
     keys    [num_blocks, num_kv_heads, block_size / 16, padded_dim, 16]        bf16 [..., padded_dim / 2, 16, 2]
     values  [num_blocks, num_kv_heads, block_size / 16, 16, padded_dim]        bf16 [..., 8, padded_dim, 2]
@@ -36,7 +36,13 @@ class KvStoreArguments(ctypes.Structure):
 
 def supports_layout(block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether the packed layout can hold such blocks."""
-    return block_size > 0 and block_size % LANES == 0 and 0 < head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0 and dtype in DTYPES
+    return (
+        block_size > 0
+        and block_size % LANES == 0
+        and 0 < head_dim <= MAX_HEAD_DIM
+        and head_dim % 2 == 0
+        and dtype in DTYPES
+    )
 
 
 def cache_shapes(

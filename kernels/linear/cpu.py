@@ -55,9 +55,7 @@ class PackedLinear:
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] in the weight's dtype -> [M, N] in out_dtype, float32 or by default x's dtype."""
         if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype is not self.dtype:
-            raise ValueError(
-                f"x must be [*, {self.in_features}] in {self.dtype}, got {list(x.shape)} in {x.dtype}"
-            )
+            raise ValueError(f"x must be [*, {self.in_features}] in {self.dtype}, got {list(x.shape)} in {x.dtype}")
         dtype = out_dtype or self.dtype
         if dtype not in self._addresses:
             raise ValueError(f"out_dtype must be {self.dtype} or torch.float32, got {dtype}")

@@ -101,7 +101,8 @@ struct TaskRows {
             begin[r] = args.window > 0 ? larger(0, end[r] - args.window) : 0;
             seen_begin = smaller(seen_begin, begin[r]);
             seen_end = larger(seen_end, end[r]);
-            const T* from = (const T*)args.query + (first_token + token) * args.query_token_stride + query_head(r) * args.query_head_stride;
+            const T* from = (const T*)args.query + (first_token + token) * args.query_token_stride;
+            from += query_head(r) * args.query_head_stride;
             to_operand(from, args.head_dim, query + r * args.padded_dim, args.padded_dim);
         }
     }
@@ -191,7 +192,8 @@ struct TaskRows {
         UNROLL for (int r = 0; r < R; r++) {
             UNROLL for (int n = 0; n < N; n++) acc[r][n] = zero();
         }
-        accumulate<Format, R, N>(acc, query + row * args.padded_dim, args.padded_dim, keys, kLanes * kPack, ceil_div(args.head_dim, kPack));
+        const long steps = ceil_div(args.head_dim, kPack);
+        accumulate<Format, R, N>(acc, query + row * args.padded_dim, args.padded_dim, keys, kLanes * kPack, steps);
         UNROLL for (int r = 0; r < R; r++) {
             UNROLL for (int n = 0; n < N; n++) store(&scores[r][(panel + n) * kLanes], acc[r][n] * splat(args.scale));
         }
@@ -248,7 +250,9 @@ struct TaskRows {
         for (long lane = low; lane < high;) {
             const long panel = lane / kLanes, stop = smaller(high, (panel + 1) * kLanes);
             const T* values[N];
-            UNROLL for (int n = 0; n < N; n++) values[n] = chunk.value[panel] + lane % kLanes / kPack * w_stride + (d + n * kLanes) * kPack;
+            UNROLL for (int n = 0; n < N; n++) {
+                values[n] = chunk.value[panel] + lane % kLanes / kPack * w_stride + (d + n * kLanes) * kPack;
+            }
             accumulate<Format, R, N>(acc, probs + lane, kChunk, values, w_stride, (stop - lane) / kPack);
             lane = stop;
         }

@@ -1,7 +1,8 @@
-"""Compiles the native kernels into a cache folder. `python -m kernels.native.build` does it ahead of time, for an image or an install.
+"""Compiles the native kernels into a cache folder; `python -m kernels.native.build` does it ahead of time.
 
-One library per instruction set, named after the hash of the sources, the flags and torch's version, so that a stale one is never
-loaded. The compiler is not part of the name: an image without a compiler finds what was built when the image was made.
+One library per instruction set, in a folder named after the hash of the sources, the flags and torch's version, so that a
+stale one is never loaded. The compiler is not part of the name: an image without a compiler finds what was built when the
+image was made.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ SOURCE_DIR = Path(__file__).parent
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISA_FLAGS = {"avx512bf16": (*_AVX512, "-mavx512bf16"), "avx512f": _AVX512, "avx2": _AVX2, "portable": ()}
-# The kernels are written in vectors and unrolled by hand, so -O2 gives the speed of -O3 in a third of the time. Fused products
-# are spelled out: the compiler must not choose them.
+# The kernels are written in vectors and unrolled by hand, so -O2 gives the speed of -O3 in a third of the time. Fused
+# products are spelled out: the compiler must not choose them.
 _FLAGS = (
     *("-std=c++17", "-O2", "-fno-tree-vectorize", "-ffp-contract=off", "-fno-math-errno"),
     *("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-w"),
@@ -51,7 +52,7 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def library_path(name: str) -> Path:
-    """The compiled library of an instruction set (or the probe), built now if it was not before. Raises NativeBuildError.
+    """The library of an instruction set (or the probe), built now if it was not before. Raises NativeBuildError.
 
     Safe in many processes at once: one compiles, the others wait for it.
     """
@@ -71,7 +72,7 @@ def library_path(name: str) -> Path:
 
 
 def openmp_library() -> Path | None:
-    """The OpenMP runtime that torch brought along. Linking another one would start a second thread pool that competes with it."""
+    """The OpenMP runtime that torch brought along. Linking another one would start a second, competing thread pool."""
     root = Path(torch.__file__).parent
     for folder in (root / "lib", root.parent / "torch.libs"):
         for pattern in ("libgomp*", "libiomp5*", "libomp*"):

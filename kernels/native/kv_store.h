@@ -28,8 +28,9 @@ void store_token(const KvStoreArguments& args, long token) {
         const T* key = (const T*)args.key + token * args.key_token_stride + head * args.key_head_stride;
         const T* value = (const T*)args.value + token * args.value_token_stride + head * args.value_head_stride;
         const long panel = (block * args.num_kv_heads + head) * (args.block_size / kLanes) + offset / kLanes;
-        T* key_panel = (T*)args.key_cache + panel * kLanes * args.padded_dim + lane * pack;
-        T* value_panel = (T*)args.value_cache + panel * kLanes * args.padded_dim + lane / pack * args.padded_dim * pack + lane % pack;
+        const long at = panel * kLanes * args.padded_dim;
+        T* key_panel = (T*)args.key_cache + at + lane * pack;
+        T* value_panel = (T*)args.value_cache + at + lane / pack * args.padded_dim * pack + lane % pack;
         for (long d = 0; d < args.head_dim; d++) key_panel[d / pack * kLanes * pack + d % pack] = key[d];
         for (long d = 0; d < args.head_dim; d++) value_panel[d * pack] = value[d];
     }

@@ -30,7 +30,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class NativeLibrary:
-    """The kernels of one instruction set. Calls release the GIL; the caller keeps every tensor alive and of the right size.
+    """The kernels of one instruction set. Calls release the GIL; the caller keeps tensors alive and of the right size.
 
     Each kernel returns 0, or 1 if an index in its arguments points outside its table; then it has done nothing.
     """

@@ -91,7 +91,8 @@ struct LinearTile {
     }
 
     void run(long threads) const {
-        parallel_ranges(ceil_div(args.n, kLanes), kGroupPanels, (double)rows * args.n * args.k, threads, [&](long begin, long end) {
+        const double work = (double)rows * args.n * args.k;
+        parallel_ranges(ceil_div(args.n, kLanes), kGroupPanels, work, threads, [&](long begin, long end) {
             for (long group = begin; group < end; group += kGroupPanels) {
                 const long stop = smaller(end, group + kGroupPanels);
                 long row = 0;

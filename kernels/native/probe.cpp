@@ -1,4 +1,4 @@
-// The best instruction set of this processor, of those that isa.cpp is compiled for. `kernels.native.build.ISA_FLAGS` has the same names.
+// The best instruction set of this processor, by the names that `kernels.native.build.ISA_FLAGS` has for them.
 
 extern "C" __attribute__((visibility("default"))) const char* nova_best_isa() {
 #if defined(__x86_64__)

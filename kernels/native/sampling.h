@@ -115,12 +115,14 @@ struct RowSampler {
     Cut cut;
 
     Vec masses(const Vec& values) const { return exp(values - splat(top)); }
-    Vec buckets(const Vec& values) const { return min((splat(top) - values) * splat(kBucketsPerUnit), splat((float)(kBuckets - 1))); }
+    Vec buckets(const Vec& values) const {
+        return min((splat(top) - values) * splat(kBucketsPerUnit), splat((float)(kBuckets - 1)));
+    }
     float mass(float value) const { return masses(splat(value)).p[0][0]; }
     long bucket(float value) const { return (long)buckets(splat(value)).p[0][0]; }
 
-    // Shortens the kept prefix to the shortest one whose masses sum to `fraction` of all that is kept, or, where kCount is set, to
-    // that many ids. Only one bucket of distances from the maximum has to be sorted.
+    // Shortens the kept prefix to the shortest one whose masses sum to `fraction` of all that is kept, or, where kCount is
+    // set, to that many ids. Only one bucket of distances from the maximum has to be sorted.
     template <bool kCount>
     void shorten(double fraction) {
         double sums[kBuckets] = {}, total = 0.0, sum = 0.0;
@@ -227,7 +229,8 @@ long sample_row(const SampleArguments& args, long row) {
 }
 
 void sample(const SampleArguments& args, long threads) {
-    parallel_for(args.rows, (double)args.rows * args.vocab_size, threads, [&](long row) { args.out[row] = sample_row(args, row); });
+    const double work = (double)args.rows * args.vocab_size;
+    parallel_for(args.rows, work, threads, [&](long row) { args.out[row] = sample_row(args, row); });
 }
 
 }  // namespace

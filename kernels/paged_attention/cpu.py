@@ -1,4 +1,4 @@
-"""Paged attention by the native kernel, straight over the block table and the packed cache of `kernels.kv_store.cpu`."""
+"""Paged attention by the native kernel, over the block table and the packed cache of `kernels.kv_store.cpu`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def paged_attention(
         check_metadata(metadata, num_tokens)
     check_dtype("query", query, key_cache.dtype)
     if num_heads % num_kv_heads or not padded_dim - LANES < head_dim <= padded_dim:
-        raise ValueError(f"query {list(query.shape)} does not fit a cache of {num_kv_heads} heads of up to {padded_dim}")
+        raise ValueError(
+            f"query {list(query.shape)} does not fit a cache of {num_kv_heads} heads of up to {padded_dim}"
+        )
     if params.sliding_window is not None and params.sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {params.sliding_window}")
     query = last_dim_contiguous(query)
@@ -83,12 +85,14 @@ def paged_attention(
         params.soft_cap or 0.0,
     )
     if library.paged_attention(ctypes.addressof(arguments), torch.get_num_threads()):
-        raise IndexError("a sequence has more rows than the query, or fewer blocks than its length, or a block outside the cache")
+        raise IndexError(
+            "a sequence has more rows than the query, or fewer blocks than its length, or a block outside the cache"
+        )
     return out
 
 
 def _usual(metadata: AttentionMetadata) -> bool:
-    """A quick look that complete metadata passes; the check that explains what is wrong takes longer than a short decode."""
+    """A quick look that complete metadata passes; the check that explains faults takes longer than a short decode."""
     starts, lengths, table = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
     return (
         starts.dtype is lengths.dtype is table.dtype is torch.int32

@@ -29,7 +29,7 @@ def rotary(
     positions: Tensor,  # [num_tokens] int64
     cos_sin: Tensor,  # [max_position, 2, rotary_dim // 2] float32
 ) -> None:
-    """Rotate the first rotary_dim elements of every head of query and key, in place. Raises IndexError on a bad position."""
+    """Rotate the first rotary_dim elements of every head, in place. Raises IndexError on a position without a row."""
     half = check_rotary(query, key, positions, cos_sin)
     check_dtype("query", query, *DTYPES)
     positions, cos_sin = positions.contiguous(), cos_sin.contiguous()

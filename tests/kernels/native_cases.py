@@ -59,7 +59,9 @@ class PagedContext:
         for cache in self.caches:
             cache.fill_(float("nan"))
         positions = torch.arange(length)
-        slots = self.block_table[0, positions // heads.block_size].long() * heads.block_size + positions % heads.block_size
+        slots = (
+            self.block_table[0, positions // heads.block_size].long() * heads.block_size + positions % heads.block_size
+        )
         backend.store_kv(self.key, self.value, *self.caches, slots)
 
     def attend(self, params: AttentionParams, start: int = 0, stop: int | None = None) -> Tensor:

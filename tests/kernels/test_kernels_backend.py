@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.stage0
 def _run(code: str, **env: str) -> str:
     """stdout of a fresh interpreter; fails with its stderr."""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", **env}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=240)
+    command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=root, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

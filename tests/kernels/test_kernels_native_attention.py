@@ -60,7 +60,7 @@ def test_context_of_several_segments_when_decoded_on_any_number_of_threads_then_
             for team in (1, 2, 5):
                 torch.set_num_threads(team)
                 for position in (510, 511, 512, 1023, 1024, 1199):
-                    assert same_bits(context.attend(params, position, position + 1)[0], whole[position]), (team, position)
+                    assert same_bits(context.attend(params, position, position + 1)[0], whole[position]), position
         finally:
             torch.set_num_threads(threads)
 
@@ -70,7 +70,9 @@ def test_mixed_batch_with_padding_when_attended_then_each_sequence_as_alone(isa:
     backend, heads = CpuBackend(isa), Heads(head_dim=64, group=4)
     params = _params(heads, None, None)
     lengths, queries = (100, 17, 0, 65, 333), (1, 1, 2, 65, 40)
-    alone = [PagedContext(backend, heads, length, torch.bfloat16, seed) for seed, length in enumerate(lengths) if length]
+    alone = [
+        PagedContext(backend, heads, length, torch.bfloat16, seed) for seed, length in enumerate(lengths) if length
+    ]
     caches = [torch.cat(parts) for parts in zip(*(context.caches for context in alone), strict=True)]
     tables, first_block = [], 0
     for context in alone:
@@ -79,13 +81,19 @@ def test_mixed_batch_with_padding_when_attended_then_each_sequence_as_alone(isa:
         first_block += context.caches[0].shape[0]
     tables.insert(2, torch.full((30,), -1, dtype=torch.int32))
     starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
-    whole_query = torch.randn(starts[-1] + 3, 2 * 8, 64).bfloat16()[:, :8]  # a strided view, with 3 rows that nobody owns
+    unowned = 3
+    whole_query = torch.randn(starts[-1] + unowned, 2 * 8, 64).bfloat16()[:, :8]  # a strided view
     by_length = {context.length: context for context in alone}
     for row, (length, count) in enumerate(zip(lengths, queries, strict=True)):
         if length:
             whole_query[starts[row] : starts[row + 1]] = by_length[length].query[length - count :]
     metadata = AttentionMetadata(
-        torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), torch.stack(tables), 2, 65, 333
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        torch.stack(tables),
+        2,
+        65,
+        333,
     )
     out = torch.full((len(whole_query), 8, 64), float("nan"), dtype=torch.bfloat16)
     assert backend.paged_attention(whole_query, *caches, metadata, params, out) is out

@@ -1,4 +1,4 @@
-"""Building the native kernels: many processes at once, no compiler, a broken compiler, the choice of an instruction set."""
+"""Building the native kernels: many processes at once, no compiler, a broken one, the choice of an instruction set."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def test_broken_compiler_when_building_then_error_names_it_and_nothing_is_left(
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
-def test_cache_folder_that_is_a_file_when_building_then_build_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_that_is_a_file_when_building_then_build_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NOVAINFER_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(build.NativeBuildError, match="cannot write"):

@@ -81,7 +81,9 @@ def test_wrong_width_or_dtype_when_multiplied_then_value_error() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_special_numbers_when_multiplied_by_one_then_rounded_like_torch(isa: str, dtype: torch.dtype) -> None:
-    values = torch.tensor([0.0, -0.0, 1e-40, -3e-8, 6e-8, 6.1e-5, 65504.0, 65519.9, 7e4, 3.3e38, torch.inf, -torch.inf, torch.nan])
+    values = torch.tensor(
+        [0.0, -0.0, 1e-40, -3e-8, 6e-8, 6.1e-5, 65504.0, 65519.9, 7e4, 3.3e38, torch.inf, -torch.inf, torch.nan]
+    )
     x = values.to(dtype).reshape(-1, 1)
     actual = CpuBackend(isa).pack_linear(torch.ones(1, 1, dtype=dtype))(x)
     if isa == "avx512bf16" and dtype == torch.bfloat16:

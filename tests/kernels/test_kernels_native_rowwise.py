@@ -24,7 +24,8 @@ def test_rows_when_normalised_then_near_reference_and_as_alone(isa: str, dtype: 
     backend, reference = CpuBackend(isa), ReferenceBackend()
     for width in WIDTHS:
         torch.manual_seed(width)
-        x, residual, weight = torch.randn(13, width).to(dtype), torch.randn(13, width).to(dtype), torch.randn(width).to(dtype)
+        x, residual = torch.randn(2, 13, width).to(dtype)
+        weight = torch.randn(width).to(dtype)
         for offset in (0.0, 1.0):
             normed = backend.rms_norm(x, weight, 1e-6, offset)
             assert relative_error(normed, reference.rms_norm(x, weight, 1e-6, offset)) < TOLERANCE[dtype]

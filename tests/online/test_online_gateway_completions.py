@@ -106,3 +106,17 @@ def test_given_neither_or_both_when_tokenized_then_400(pair: Pair, body: dict[st
 @pytest.mark.parametrize("tokens", [[-1], [10**6], ["x"], [True], None])
 def test_given_bad_ids_when_detokenized_then_400(pair: Pair, tokens: object) -> None:
     assert pair.post("/detokenize", {"tokens": tokens}).status_code == 400
+
+
+def test_given_a_server_when_its_description_is_read_then_every_route_and_body_is_in_it(pair: Pair) -> None:
+    document = pair.http.get("/openapi.json").json()
+    paths = document["paths"]
+    assert set(paths["/v1/models/{model_id}"]) == {"get"}
+    body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schema = document["components"]["schemas"][body.rsplit("/", 1)[1]]
+    assert schema["required"] == ["messages"]
+    assert {"temperature", "stream", "n", "stop"} <= set(schema["properties"])
+    assert set(paths["/v1/completions"]["post"]["responses"]["200"]["content"]) == {
+        "application/json",
+        "text/event-stream",
+    }

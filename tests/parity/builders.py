@@ -38,6 +38,15 @@ def _rope(rope_type: str, **values: Any) -> dict[str, Any]:
 
 
 _LAYERS_4 = {"num_hidden_layers": 4, "sliding_window": 12}
+_LATENT = {  # multi-head latent attention: values are shorter than keys
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
 _MOE = {"num_experts_per_tok": 2, "sliding_window": None}
 _LONGROPE = _rope(
     "longrope",
@@ -122,6 +131,18 @@ _FOREIGN: dict[str, Family] = {
     "gpt_neox": Family("gpt_neox"),
     "gpt2": Family("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
     "cohere": Family("cohere", {"logit_scale": 0.5}),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "n_routed_experts": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "glm": Family("glm", {"head_dim": 16, "pad_token_id": 0}),
 }
 

@@ -1,0 +1,70 @@
+"""Compiles every Triton kernel for Hopper as its wrapper launches it, without a GPU. Run with TRITON_INTERPRET=0.
+
+Prints one JSON object: kernel name -> sorted list of the tensor core instructions in its code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_triton
+from triton.runtime.jit import JITFunction
+
+from kernels.backend import AttentionMetadata, AttentionParams
+from kernels.triton_backend import TritonBackend
+from tests.kernels.builders import sampling_tensors
+
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+_instructions: dict[str, set[str]] = {}
+
+
+def _compile(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, **keywords: Any) -> None:
+    """Takes the place of a launch: compiles with the argument types and constants of this call."""
+    options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords}
+    values = dict(zip((param.name for param in kernel.params), args, strict=False)) | keywords
+    signature, constants = {}, {}
+    for position, param in enumerate(kernel.params):
+        value = values[param.name]
+        if param.is_constexpr:
+            signature[param.name], constants[(position,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = _POINTERS[value.dtype]
+        else:
+            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(kernel, signature, constants)
+    ptx = compile_triton(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    found = _instructions.setdefault(kernel.__name__, set())
+    found.update(re.findall(r"wgmma\.mma_async|mma\.sync\.aligned\.m16n8k16", ptx))
+
+
+def _launch_everything(backend: TritonBackend) -> None:
+    """One call of every method that launches kernels, on CPU tensors that nothing reads."""
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    caches = backend.allocate_kv_cache(2, 16, 2, 64, dtype, cpu)
+    heads, kv_heads = torch.zeros(9, 6, 64, dtype=dtype), torch.zeros(9, 2, 64, dtype=dtype)
+    positions = torch.zeros(9, dtype=torch.int64)
+    starts, lengths = torch.tensor([0, 1, 9], dtype=torch.int32), torch.tensor([500, 500], dtype=torch.int32)
+    metadata = AttentionMetadata(starts, lengths, torch.zeros(2, 40, dtype=torch.int32), 1, 8, 500)
+    backend.paged_attention(heads, *caches, metadata, AttentionParams(0.1, sliding_window=400, soft_cap=2.0))
+    backend.store_kv(kv_heads, kv_heads, *caches, positions)
+    backend.rotary(heads, kv_heads, positions, torch.zeros(4, 2, 32))
+    backend.add_rms_norm(heads[0], heads[1], torch.zeros(64, dtype=dtype), 1e-6)
+    backend.act_mul(torch.zeros(3, 64, dtype=dtype), "gelu")
+    backend.sample(torch.zeros(2, 9000), sampling_tensors(cpu, 2))
+
+
+if __name__ == "__main__":
+    JITFunction.run = _compile
+    _launch_everything(TritonBackend(torch.device("cuda")))
+    print(json.dumps({name: sorted(found) for name, found in _instructions.items()}))

@@ -1,0 +1,38 @@
+"""The Triton kernels compile for a GPU, also where there is none: the interpreter accepts more than the compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.stage0
+
+
+def test_every_kernel_compiles_for_hopper_and_exact_attention_uses_one_instruction(tmp_path: Path) -> None:
+    environ = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "error", "-m", "tests.kernels.compile_probe"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=root, timeout=280)
+    assert done.returncode == 0, done.stderr
+    instructions = json.loads(done.stdout)
+    # Decode's 16 rows and prefill's 32 give the same bits because both go through this instruction and never wgmma.
+    assert instructions["_decode_kernel"] == instructions["_prefill_kernel"] == ["mma.sync.aligned.m16n8k16"]
+    assert instructions.keys() == {
+        "_decode_kernel",
+        "_merge_kernel",
+        "_prefill_kernel",
+        "_store_kernel",
+        "_rotary_kernel",
+        "_rms_norm_kernel",
+        "_act_mul_kernel",
+        "_filter_kernel",
+        "_slice_kernel",
+        "_best_kernel",
+    }
