@@ -9,7 +9,7 @@ from typing import Any
 from gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from novainfer.errors import InvalidRequestError
 from novainfer.protocol.messages import EngineInfo
-from novainfer.sampling.params import MAX_SEED, SamplingParams, validate
+from novainfer.sampling.params import MAX_SEED, MIN_TEMPERATURE, SamplingParams, validate
 from novainfer.text.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; a chat may fill the context
@@ -70,6 +70,8 @@ def _with_model_defaults(request: GenerationRequest, tokenizer: Tokenizer) -> di
         values[name] = tokenizer.generation_defaults.get(name, fallback) if asked is None else asked
     if values["top_k"] == -1:  # another way to say "off"
         values["top_k"] = 0
+    if 0.0 < values["temperature"] < MIN_TEMPERATURE:  # another way to say "greedy"
+        values["temperature"] = 0.0
     return values
 
 

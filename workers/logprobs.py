@@ -90,17 +90,24 @@ def _gather_slice(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTen
     # The last-dimension log_softmax reduces each row by itself, in an order that depends on V alone.
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = token_ids[:, None]
-    chosen_logits = logits.gather(1, chosen)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    ahead = (logits > chosen_logits) | ((logits == chosen_logits) & (ids < chosen))
     top_ids = _top_ids(logits, num_top)
     return LogprobTensors(
         token_ids=token_ids,
         logprobs=logprobs.gather(1, chosen)[:, 0],
-        ranks=ahead.sum(dim=1) + 1,
+        ranks=_ranks(logits, chosen),
         top_ids=top_ids,
         top_logprobs=logprobs.gather(1, top_ids),
     )
+
+
+def _ranks(logits: Tensor, chosen: Tensor) -> Tensor:
+    """1 + how many ids come before chosen [R, 1]: those of larger logit, and of equal logit but lower id. [R] int64."""
+    chosen_logits = logits.gather(1, chosen)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    # Counted in float32, which is exact up to 2^24 ids and several times faster on a CPU than summing booleans.
+    larger = torch.gt(logits, chosen_logits, out=torch.empty_like(logits)).sum(dim=1)
+    equal = torch.eq(logits, chosen_logits, out=torch.empty_like(logits)).masked_fill_(ids >= chosen, 0.0).sum(dim=1)
+    return (1 + larger + equal).long()
 
 
 def _top_ids(logits: Tensor, num_top: int) -> Tensor:

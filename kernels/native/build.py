@@ -1,8 +1,8 @@
 """Compiles the native kernels into a cache folder; `python -m kernels.native.build` does it ahead of time.
 
-One library per instruction set, in a folder named after the hash of the sources, the flags and torch's version, so that a
-stale one is never loaded. The compiler is not part of the name: an image without a compiler finds what was built when the
-image was made.
+One library per instruction set, in a folder named after the hash of the sources, the flags and torch's version, so that
+a stale one is never loaded. The compiler is not part of the name: an image without a compiler finds what was built when
+the image was made.
 """
 
 from __future__ import annotations

@@ -43,31 +43,21 @@ def gumbel(vocab_size: int, seed: int, choice: int, index: int, device: torch.de
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """logits [B, V] float32 -> [B] int64 token ids."""
     check_sampling(logits, params)
-    rows = zip(
-        params.temperature,  # kept as fp32 tensors: the division must round in fp32
-        params.top_k.tolist(),
-        params.top_p.tolist(),
-        params.min_p.tolist(),
-        params.seed.tolist(),
-        params.choice.tolist(),
-        params.index.tolist(),
-        strict=True,
-    )
-    tokens = [_sample_row(row, *row_params) for row, row_params in zip(logits, rows, strict=True)]
+    tokens = [_sample_row(logits[row], params, row) for row in range(logits.shape[0])]
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
-def _sample_row(
-    logits: Tensor, temperature: Tensor, top_k: int, top_p: float, min_p: float, seed: int, choice: int, index: int
-) -> int:
-    """logits [V] -> token id."""
+def _sample_row(logits: Tensor, params: SamplingTensors, row: int) -> int:
+    """logits [V] and the parameters of one row -> token id."""
     logits = torch.where(logits.isnan(), -math.inf, logits)
+    temperature = params.temperature[row]  # stays an fp32 tensor: the division must round in fp32
     if temperature == 0:
         return _first_argmax(logits)
     x = (logits / temperature).clamp(max=_LARGEST)
-    kept = _kept_ids(x, top_k, top_p, min_p)
+    kept = _kept_ids(x, int(params.top_k[row]), float(params.top_p[row]), float(params.min_p[row]))
+    noise = gumbel(x.shape[0], int(params.seed[row]), int(params.choice[row]), int(params.index[row]), x.device)
     noisy = torch.full_like(x, -math.inf)
-    noisy[kept] = (x + gumbel(x.shape[0], seed, choice, index, x.device))[kept]
+    noisy[kept] = (x + noise)[kept]
     return _first_argmax(noisy)
 
 

@@ -16,6 +16,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_ID_LIST = 65_536
 MAX_SEED = 2**63 - 1
+MIN_TEMPERATURE = 1e-3  # below it, logits divided by it leave float32; 0 is greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,8 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
     for name in _BOOLS:
         if not isinstance(getattr(params, name), bool):
             raise InvalidRequestError(f"{name} must be true or false.", param=name)
+    if 0.0 < params.temperature < MIN_TEMPERATURE:
+        raise InvalidRequestError(f"temperature must be 0 or at least {MIN_TEMPERATURE:g}.", param="temperature")
     if params.top_p == 0.0:
         raise InvalidRequestError("top_p must be above 0.", param="top_p")
     if params.min_tokens > params.max_tokens:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,17 @@ LOOPBACK = ("127.", "::ffff:127.", "::1")
 WAIT = 30.0  # seconds; an event ends each wait long before
 
 
-def start(model: str, world_size: int) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+@pytest.fixture
+def temp_dir() -> Iterator[str]:
+    """Where a killed process leaves its run directory; short, for the sake of the sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="nova-", ignore_cleanup_errors=True) as path:
+        yield path
+
+
+def start(model: str, world_size: int, temp_dir: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     command = [sys.executable, "-m", "tests.engine.ray_driver", model, str(world_size)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environ = {**os.environ, "TMPDIR": temp_dir}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
     assert process.stdout is not None
     try:
         return process, json.loads(process.stdout.readline())
@@ -47,9 +58,11 @@ def survivors(report: dict[str, Any], timeout: float) -> list[psutil.Process]:
     return psutil.wait_procs(processes, timeout)[1]
 
 
-def test_two_ranks_when_run_on_ray_then_tokens_equal_one_rank_and_all_ends_with_close(tmp_path: Path) -> None:
+def test_two_ranks_when_run_on_ray_then_tokens_equal_one_rank_and_all_ends_with_close(
+    tmp_path: Path, temp_dir: str
+) -> None:
     model = str(build_checkpoint("qwen3", tmp_path / "qwen3"))
-    process, report = start(model, 2)
+    process, report = start(model, 2, temp_dir)
     try:
         process.communicate(timeout=WAIT)
         assert process.returncode == 0
@@ -67,10 +80,11 @@ def test_two_ranks_when_run_on_ray_then_tokens_equal_one_rank_and_all_ends_with_
     assert report["listening"]
     assert all(address.startswith(LOOPBACK) for address in report["listening"])
     assert survivors(report, 0) == []
+    assert os.listdir(temp_dir) == []
 
 
-def test_supervisor_when_killed_then_nothing_of_ray_is_left() -> None:
-    process, report = start("demo", 1)
+def test_supervisor_when_killed_then_nothing_of_ray_is_left(temp_dir: str) -> None:
+    process, report = start("demo", 1, temp_dir)
     process.kill()
     process.communicate()
     assert len(report["processes"]) >= 3
