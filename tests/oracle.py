@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 from novainfer.errors import EngineError
 from novainfer.executor.base import ExecutorInfo
@@ -27,7 +28,9 @@ def oracle_token(history: int, seed: int, choice: int, index: int, vocab_size: i
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") % vocab_size
 
 
-def oracle_stream(prompt: list[int], params: SamplingParams, choice: int, stops: set[int], vocab_size: int) -> list[int]:
+def oracle_stream(
+    prompt: list[int], params: SamplingParams, choice: int, stops: set[int], vocab_size: int
+) -> list[int]:
     """The output of a choice, without any engine."""
     history = 0
     for token_id in prompt:
@@ -107,7 +110,7 @@ class OracleExecutor:
     def _execute(self, plan: StepPlan) -> StepResult:
         self._apply(plan)
         order = plan.num_new_tokens
-        if any(a > 1 and b == 1 for a, b in zip(order, order[1:], strict=False)):
+        if any(a > 1 and b == 1 for a, b in pairwise(order)):
             raise EngineError("rows with one token must come first")
         sampled: list[tuple[int, int]] = []
         # All rows write before any row reads, as the layers do.

@@ -52,12 +52,7 @@ def paged_attention(
     if params.sliding_window is not None and params.sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {params.sliding_window}")
     query = last_dim_contiguous(query)
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype)
-    else:
-        check_shape("out", out, query.shape)
-        check_dtype("out", out, query.dtype)
-        check_last_dim_contiguous("out", out)
+    out = _output(query, out)
     table = metadata.block_table
     arguments = AttentionArguments(
         query.data_ptr(),
@@ -88,6 +83,16 @@ def paged_attention(
         raise IndexError(
             "a sequence has more rows than the query, or fewer blocks than its length, or a block outside the cache"
         )
+    return out
+
+
+def _output(query: Tensor, out: Tensor | None) -> Tensor:
+    """`out` if it fits the query, or a new tensor."""
+    if out is None:
+        return torch.empty(query.shape, dtype=query.dtype)
+    check_shape("out", out, query.shape)
+    check_dtype("out", out, query.dtype)
+    check_last_dim_contiguous("out", out)
     return out
 
 

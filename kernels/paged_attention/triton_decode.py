@@ -170,7 +170,6 @@ def _launch(
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads, block_size = caches[0].shape[1:3]
     block_table, seq_lens = tables
-    block_d = next_power_of_2(head_dim, 16)
     window = params.sliding_window or 0
     scratch = (num_seqs, num_heads, max_chunks) if max_chunks > 1 else (1, 1, 1)
     partial_acc = torch.empty(*scratch, head_dim, dtype=torch.float32, device=query.device)
@@ -196,7 +195,7 @@ def _launch(
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
+        BLOCK_D=next_power_of_2(head_dim, 16),
         TILE=tile_tokens(head_dim, query.element_size()),
         CHUNK=CHUNK,
         WINDOW=window,
@@ -207,19 +206,31 @@ def _launch(
         num_stages=3,
     )
     if max_chunks > 1:
-        _merge_kernel[(num_seqs, num_heads)](
-            partial_acc,
-            partial_stats,
-            seq_lens,
-            out,
-            out.stride(0),
-            out.stride(1),
-            max_chunks,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            CHUNK=CHUNK,
-            WINDOW=window,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        _launch_merge(partial_acc, partial_stats, seq_lens, out, window)
+
+
+def _launch_merge(
+    partial_acc: Tensor,  # [num_seqs, num_heads, max_chunks, head_dim] float32
+    partial_stats: Tensor,  # [num_seqs, num_heads, max_chunks, 2] float32
+    seq_lens: Tensor,  # [num_seqs] int32
+    out: Tensor,  # [num_seqs, num_heads, head_dim]
+    window: int,
+) -> None:
+    """Reduce the chunks of every row in their order."""
+    num_seqs, num_heads, max_chunks, head_dim = partial_acc.shape
+    _merge_kernel[(num_seqs, num_heads)](
+        partial_acc,
+        partial_stats,
+        seq_lens,
+        out,
+        out.stride(0),
+        out.stride(1),
+        max_chunks,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=next_power_of_2(head_dim, 16),
+        CHUNK=CHUNK,
+        WINDOW=window,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )

@@ -80,7 +80,7 @@ def test_two_ranks_when_run_on_ray_then_tokens_equal_one_rank_and_all_ends_with_
     assert report["listening"]
     assert all(address.startswith(LOOPBACK) for address in report["listening"])
     assert survivors(report, 0) == []
-    assert os.listdir(temp_dir) == []
+    assert list(Path(temp_dir).glob("novainfer-*")) == []
 
 
 def test_supervisor_when_killed_then_nothing_of_ray_is_left(temp_dir: str) -> None:
