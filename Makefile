@@ -6,6 +6,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := .setup/done
 HAS_COMPILER := { command -v g++ || command -v clang++ || command -v c++; } >/dev/null
+define BUILD_KERNELS
+from kernels.native.build import library_path, supported_isas
+print("native kernels:", library_path(supported_isas()[0]))
+endef
+export BUILD_KERNELS
 SERVE_ARGS ?=
 TEST_ARGS  ?= --suite all
 
@@ -22,7 +27,7 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@if $(HAS_COMPILER); then $(BIN)/python -m kernels.native.build; fi
+	@if $(HAS_COMPILER); then $(BIN)/python -c "$$BUILD_KERNELS"; fi
 	@touch $@
 
 serve: setup

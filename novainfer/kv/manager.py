@@ -114,6 +114,12 @@ class KVCacheManager:
             self.index.insert(table.blocks[i], self._key(table, i, content), content)
             table.num_indexed = i + 1
 
+    def forget(self, table: BlockTable) -> None:
+        """Take the sequence's blocks out of the prefix index for good: their content is not to be trusted."""
+        for block in table.blocks:
+            self.index.evict(block)
+        table.use_prefix_cache = False
+
     def release(self, table: BlockTable) -> None:
         """Give all blocks back, the last one first to be reused; their content stays findable till then."""
         self.pool.release(reversed(table.blocks))

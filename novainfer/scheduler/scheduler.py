@@ -163,10 +163,12 @@ class Scheduler:
         sampled = [entry for entry in record.rows if entry.samples]
         if result.step != record.step or result.rows != [entry.row for entry in sampled]:
             raise EngineError(f"the result of step {result.step} does not answer the plan of step {record.step}")
+        bad_rows = set(result.bad_rows)
         for entry in record.rows:
             if entry.generation == entry.sequence.generation:
                 entry.sequence.num_confirmed_tokens = entry.num_computed_after
-        bad_rows = set(result.bad_rows)
+                if entry.row in bad_rows:  # no other request may find what it computed
+                    self.kv.forget(entry.sequence.table)
         outputs = []
         for i, entry in enumerate(sampled):
             logprobs = result.logprobs[i] if result.logprobs else None

@@ -227,6 +227,19 @@ def test_given_a_row_that_is_not_finite_when_sampled_then_only_its_choice_ends()
     assert_clean(driver)
 
 
+def test_given_a_row_that_is_not_finite_when_its_prompt_comes_again_then_nothing_of_it_is_reused() -> None:
+    driver = Driver(OracleExecutor())
+    driver.executor.bad_rows = {0}
+    driver.add("bad", prompt_of(12))
+    driver.run()
+    driver.executor.bad_rows = set()
+    driver.add("again", prompt_of(12))
+    driver.run()
+    rows = [row for plan in driver.executor.plans for row in plan.new_rows]
+    assert [row.num_computed_tokens for row in rows] == [0, 0]
+    assert driver.streams["again", 0] == expected(prompt_of(12))
+
+
 @pytest.mark.parametrize("kept", [0, 1, 5, 8])
 def test_given_emitted_tokens_when_resumed_then_the_stream_goes_on_at_their_index(kept: int) -> None:
     stream = expected(prompt_of(10))

@@ -64,9 +64,7 @@ def paged_attention_forward(
     value: Tensor,  # [1, Hkv, T, Dv]
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **arguments: Any,  # transformers' calling convention: the model's own extra arguments, and ours
+    **arguments: Any,  # transformers' calling convention: sliding_window, softcap, the model's own extras, and ours
 ) -> tuple[Tensor, None]:
     """The function that transformers' attention layers call: ([1, T, H, Dv], no attention weights)."""
     step: AttentionStep | None = arguments.get(STEP_ARGUMENT)
@@ -75,8 +73,8 @@ def paged_attention_forward(
         raise UnsupportedModelError("its attention layers do not pass the step on, or have no layer_idx")
     params = AttentionParams(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        sliding_window=sliding_window,
-        soft_cap=softcap,
+        sliding_window=arguments.get("sliding_window"),
+        soft_cap=arguments.get("softcap"),
     )
     attended = step.attend(layer, _tokens_first(query), _tokens_first(key), _tokens_first(value), params)
     return attended.unsqueeze(0), None
