@@ -1,7 +1,8 @@
 """Score a checkpoint on the held-out part: `python -m bench.demo_model.evaluate --model DIR`.
 
-An example is right when greedy decoding gives every assistant turn exactly. That is so if and only if each
-token of the expected answer is the most likely one after those before it, so one forward pass decides it.
+An example is right when greedy decoding gives every assistant turn exactly, token by token. That is so if and
+only if each expected token is the most likely one after those before it, so one forward pass decides it. The
+same text in other tokens counts as wrong, so the accuracy is a lower bound.
 The margin of an answer is the smallest distance between its best and its second-best logit: small margins are
 where two correct implementations may pick different tokens.
 """

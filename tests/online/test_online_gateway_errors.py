@@ -169,7 +169,6 @@ def test_given_a_body_over_the_limit_when_sent_then_413_by_length_and_by_bytes_r
     [
         ("GET", "/", 404),
         ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
         ("POST", "/v1/embeddings", 404),
         ("GET", "/health/", 404),
         ("GET", "/v1/models/", 404),
