@@ -21,13 +21,13 @@ from gateway.limits import Limits
 from gateway.metrics import GatewayMetrics
 from gateway.params import draw_seed, resolve_params
 from gateway.schemas import ChatRequest, CompletionRequest
+from novainfer.checkpoint import resolve_checkpoint
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig
 from novainfer.errors import ConfigError, InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import AddRequest, EngineInfo
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.chat_template import ChatTemplate
-from novainfer.text.checkpoint import resolve_checkpoint
 from novainfer.text.tokenizer import Tokenizer
 
 TEXT_THREADS = 2  # rendering and tokenising; the event loop only waits for them

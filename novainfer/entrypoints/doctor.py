@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from novainfer.checkpoint import resolve_checkpoint
 from novainfer.config import ServeConfig, check
 from novainfer.entrypoints.options import resolve
 from novainfer.entrypoints.serve import with_port
 from novainfer.errors import ConfigError
-from novainfer.text.checkpoint import resolve_checkpoint
 from novainfer.transport.addresses import RunDir
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"

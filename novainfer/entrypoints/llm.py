@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from novainfer.checkpoint import resolve_checkpoint
 from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, describe_prompt
 from novainfer.config import COMPONENTS, DEMO_MODEL, ServeConfig, check
 from novainfer.engine.core import EngineCore
@@ -20,7 +21,6 @@ from novainfer.errors import ConfigError, InvalidRequestError
 from novainfer.executor.base import Executor
 from novainfer.protocol.messages import AddRequest, Logprobs, TokenOutput
 from novainfer.sampling.params import MAX_SEED, SamplingParams
-from novainfer.text.checkpoint import resolve_checkpoint
 from novainfer.text.tokenizer import Tokenizer
 
 OnToken = Callable[[str, ChoiceDelta], None]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import setproctitle
 
+from novainfer.checkpoint import resolve_checkpoint
 from novainfer.config import ServeConfig, check
 from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
-from novainfer.text.checkpoint import resolve_checkpoint
 from novainfer.transport.addresses import RunDir
 
 

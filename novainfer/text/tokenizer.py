@@ -13,8 +13,8 @@ from typing import Any
 
 import tokenizers
 
+from novainfer.checkpoint import read_json
 from novainfer.errors import ConfigError
-from novainfer.text.checkpoint import read_json
 from novainfer.text.pieces import Pieces, parse_decoder
 
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "sentencepiece.bpe.model")

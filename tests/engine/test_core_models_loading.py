@@ -154,10 +154,10 @@ def test_checkpoint_given_truncated_file_when_loaded_then_refused(folder: Path) 
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("/no/such/folder", "no checkpoint folder '/no/such/folder'"),
-        ("./nothing", "no checkpoint folder 'nothing'"),
-        ("a/b/c", "no checkpoint folder"),
-        ("nobody/nothing", "neither a local folder nor a model the hub gave us"),
+        ("/no/such/folder", "'/no/such/folder' is neither a folder nor"),
+        ("./nothing", "'./nothing' is neither a folder nor"),
+        ("a/b/c", "'a/b/c' is neither a folder nor"),
+        ("nobody/nothing", "no local folder and the hub gave none"),
     ],
 )
 def test_find_checkpoint_given_nothing_there_when_offline_then_says_so(

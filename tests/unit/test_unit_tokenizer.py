@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
+from novainfer.checkpoint import resolve_checkpoint
 from novainfer.errors import ConfigError
-from novainfer.text.checkpoint import resolve_checkpoint
 from novainfer.text.tokenizer import Tokenizer
 from tests.fakes import CHATML, write_tokenizer
 

@@ -1,4 +1,4 @@
-"""Finds the folder of a checkpoint's tokenizer and reads its JSON files. Opens no weights."""
+"""Where a checkpoint lies on disk, and its small JSON files. Opens no weights; used by every process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from novainfer.config import DEMO_MODEL
 from novainfer.errors import ConfigError
 
+WEIGHT_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -21,13 +22,13 @@ TOKENIZER_FILES = (
     "config.json",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_DEMO_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "demo"
+_DEMO_FOLDER = Path(__file__).resolve().parent / "assets" / "demo"
 
 
-def resolve_checkpoint(name: str, *, revision: str | None = None) -> Path:
-    """The local folder of `name`: 'demo', a folder, or a hub id (its tokenizer files are fetched or found cached).
+def resolve_checkpoint(name: str, *, revision: str | None = None, files: tuple[str, ...] = TOKENIZER_FILES) -> Path:
+    """The local folder of `name`: 'demo', a folder, or a hub id (its `files` are fetched, or found in the hub's cache).
 
-    Raises `ConfigError` when there is no such folder and the hub has (or allows) none.
+    Raises `ConfigError` when there is no such folder and the hub has (or, offline, its cache has) none.
     """
     if name == DEMO_MODEL and not Path(name).is_dir():
         return _existing(_DEMO_FOLDER, "the embedded demo model is missing from this installation")
@@ -36,7 +37,7 @@ def resolve_checkpoint(name: str, *, revision: str | None = None) -> Path:
         return path
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(f"model '{name}' is neither a folder nor a Hugging Face hub id")
-    return _from_hub(name, revision)
+    return _from_hub(name, revision, files)
 
 
 def _existing(path: Path, otherwise: str) -> Path:
@@ -45,13 +46,14 @@ def _existing(path: Path, otherwise: str) -> Path:
     return path
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download  # only hub ids need it, and it takes time to import
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # network, permission, no such repository, offline: all mean "not available"
-        raise ConfigError(f"model '{name}' is no local folder and the hub gave none: {error}") from None
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"model '{name}' is no local folder and the hub gave none: {reason}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
