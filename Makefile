@@ -43,6 +43,7 @@ test: setup build/node/node_modules/openai
 
 check: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/arch
 

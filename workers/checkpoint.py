@@ -10,7 +10,7 @@ from novainfer.errors import ConfigError, UnsupportedModelError
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Path:
-    """See `resolve_checkpoint`, here with the weights. Raises `UnsupportedModelError` if there is no such checkpoint."""
+    """See `resolve_checkpoint`; here with the weights. Raises `UnsupportedModelError` if there is none."""
     try:
         folder = checkpoint.resolve_checkpoint(model, revision=revision, files=checkpoint.WEIGHT_FILES)
     except ConfigError as error:

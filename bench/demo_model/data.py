@@ -79,9 +79,7 @@ def _packs(tokenizer: Tokenizer, seed: int, long: bool, length: int) -> Iterator
                 yield packs.pop(fullest)
 
 
-def batches(
-    tokenizer: Tokenizer, seed: int, num_packs: int, length: int, long: bool = False
-) -> Iterator[Batch]:
+def batches(tokenizer: Tokenizer, seed: int, num_packs: int, length: int, long: bool = False) -> Iterator[Batch]:
     """An endless seeded stream of batches of `num_packs` x `length` tokens."""
     padding = tokenizer.token_to_id(END_OF_TEXT)
     packs = _packs(tokenizer, seed, long, length)

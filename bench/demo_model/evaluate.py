@@ -89,9 +89,7 @@ def table(score: dict[str, Any]) -> str:
     for kind, value in score["accuracy"].items():
         count, median, low = (score[key][kind] for key in ("examples", "median_margin", "margin_5_percent"))
         lines.append(f"| {kind} | {count} | {100 * value:.1f} % | {median} | {low} |")
-    lines.append(
-        f"| **total** | {score['total']['examples']} | {100 * score['total']['accuracy']:.1f} % | | |"
-    )
+    lines.append(f"| **total** | {score['total']['examples']} | {100 * score['total']['accuracy']:.1f} % | | |")
     return "\n".join(lines)
 
 

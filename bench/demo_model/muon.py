@@ -28,9 +28,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 class Muon:
     """Nesterov momentum with orthogonalised updates for a list of matrices."""
 
-    def __init__(
-        self, matrices: list[torch.nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, matrices: list[torch.nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.0) -> None:
         """Group the matrices by shape; `weight_decay` is decoupled, as in AdamW."""
         shapes: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
         for matrix in matrices:

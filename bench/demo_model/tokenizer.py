@@ -104,9 +104,7 @@ def train_tokenizer(seed: int, conversations: int = 30_000) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_training_text(seed, conversations), trainer)
-    tokenizer.add_special_tokens(
-        [AddedToken(text, normalized=False, special=True) for text in CONTROL_TOKENS]
-    )
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in MARKUP_TOKENS])
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise RuntimeError(f"the corpus gave {tokenizer.get_vocab_size()} tokens instead of {VOCAB_SIZE}")

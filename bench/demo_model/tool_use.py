@@ -148,9 +148,7 @@ def _message(draw: Draw, parameters: list[str]) -> Request:
     )
     question = draw.choice(ask).format(n=name, t=text)
     done = _shown(draw, "status", draw.choice(("sent", "ok", "done")))
-    return Request(
-        question, {parameters[0]: name, parameters[1]: text}, done, f"I sent the message to {name}."
-    )
+    return Request(question, {parameters[0]: name, parameters[1]: text}, done, f"I sent the message to {name}.")
 
 
 def _timer(draw: Draw, parameters: list[str]) -> Request:
@@ -239,9 +237,7 @@ class Offer:
     schema: Tool
 
 
-def _schema(
-    name: str, description: str, parameters: tuple[tuple[str, str, str], ...], described: bool
-) -> Tool:
+def _schema(name: str, description: str, parameters: tuple[tuple[str, str, str], ...], described: bool) -> Tool:
     properties: dict[str, Any] = {}
     for key, kind, text in parameters:
         properties[key] = {"type": kind, "description": text} if described and text else {"type": kind}
@@ -286,9 +282,7 @@ def tool_answer(draw: Draw) -> Conversation:
     mine, tools = offers(draw, draw.choice(TOOL_KINDS[:2]) if draw.chance(0.4) else draw.choice(TOOL_KINDS))
     request = mine.kind.request(draw, mine.parameters)
     call = tool_calls((mine.name, request.arguments))
-    return Conversation(
-        (user(request.question), call, tool_result(request.result), assistant(request.answer)), tools
-    )
+    return Conversation((user(request.question), call, tool_result(request.result), assistant(request.answer)), tools)
 
 
 def tool_pair(draw: Draw) -> Conversation:
@@ -314,9 +308,7 @@ def tool_pair(draw: Draw) -> Conversation:
         if what == "time":
             results, said = [_shown(draw, "time", clock) for clock in clocks], clocks
         else:
-            results = [
-                json.dumps({"temperature": d, "condition": s}) for d, s in zip(degrees, sky, strict=True)
-            ]
+            results = [json.dumps({"temperature": d, "condition": s}) for d, s in zip(degrees, sky, strict=True)]
             said = [f"{d} degrees and {s}" for d, s in zip(degrees, sky, strict=True)]
         messages += [tool_result(text) for text in results]
         messages.append(assistant(f"It is {said[0]} in {first}, and {said[1]} in {second}."))

@@ -43,9 +43,7 @@ def _opposites() -> list[Topic]:
     )
     table: dict[str, str] = load_text("knowledge")["opposites"]
     both = [*table.items(), *((b, a) for a, b in table.items())]
-    return [
-        Topic(f"The opposite of {a} is {b}.", tuple(question.format(a) for question in ask)) for a, b in both
-    ]
+    return [Topic(f"The opposite of {a} is {b}.", tuple(question.format(a) for question in ask)) for a, b in both]
 
 
 def _calendar() -> list[Topic]:

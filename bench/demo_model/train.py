@@ -128,9 +128,7 @@ def train(out: Path, seed: int, plan: Plan, save_every: int, resume: int) -> Non
         if done % 20 == 0:
             wall, cpu = time.monotonic() - began, time.process_time() - cpu_began
             mean = sum(losses) / len(losses)
-            print(
-                f"step {done} loss {mean:.4f} tokens {tokens} wall {wall:.0f} s cpu {cpu:.0f} s", flush=True
-            )
+            print(f"step {done} loss {mean:.4f} tokens {tokens} wall {wall:.0f} s cpu {cpu:.0f} s", flush=True)
             losses.clear()
         if done % save_every == 0 and done < plan.steps:
             early = out / f"step-{done}"
@@ -148,9 +146,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Plan.steps)
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--save-every", type=int, default=200, help="steps between early checkpoints")
-    parser.add_argument(
-        "--resume", type=int, default=0, help="step of an early checkpoint in DIR to go on from"
-    )
+    parser.add_argument("--resume", type=int, default=0, help="step of an early checkpoint in DIR to go on from")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     train(options.out, options.seed, Plan(steps=options.steps), options.save_every, options.resume)

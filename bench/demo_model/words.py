@@ -45,9 +45,7 @@ def reversing(draw: Draw) -> Conversation:
             "Write {w} backwards.",
         )
     )
-    return exchange(
-        ask.format(w=_quoted(draw, word)), f"{_spelled(word)} backwards is {_spelled(word[::-1])}"
-    )
+    return exchange(ask.format(w=_quoted(draw, word)), f"{_spelled(word)} backwards is {_spelled(word[::-1])}")
 
 
 def edge_letter(draw: Draw) -> Conversation:

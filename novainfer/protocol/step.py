@@ -114,6 +114,4 @@ class Shutdown:
     epoch: int
 
 
-WORKER_SCHEMA = Schema(
-    "worker", {1: StepPlan, 2: Shutdown, 16: StepResult, 17: WorkerHello, 18: WorkerFault}
-)
+WORKER_SCHEMA = Schema("worker", {1: StepPlan, 2: Shutdown, 16: StepResult, 17: WorkerHello, 18: WorkerFault})

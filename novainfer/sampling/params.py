@@ -119,9 +119,7 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequestError(f"{name} has more than {MAX_ID_LIST} entries.", param=name)
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(
-                    f"{name} holds a token id outside 0..{vocab_size - 1}.", param=name
-                )
+                raise InvalidRequestError(f"{name} holds a token id outside 0..{vocab_size - 1}.", param=name)
     for bias in params.logit_bias.values():
         _check_number("logit_bias", bias, -100.0, 100.0, integral=False)
     if params.allowed_token_ids is not None:
@@ -136,9 +134,7 @@ def _check_stop_strings(stop: tuple[str, ...]) -> None:
         raise InvalidRequestError(f"stop has more than {MAX_STOP_STRINGS} strings.", param="stop")
     for text in stop:
         if not isinstance(text, str) or not text or len(text) > MAX_STOP_LENGTH:
-            raise InvalidRequestError(
-                f"each stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop"
-            )
+            raise InvalidRequestError(f"each stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop")
 
 
 FIELD_NAMES = tuple(f.name for f in fields(SamplingParams))

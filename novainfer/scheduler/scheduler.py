@@ -63,9 +63,7 @@ class Scheduler:
     def __init__(self, info: ExecutorInfo, config: SchedulerConfig, cache: CacheConfig) -> None:
         self._info = info
         self._config = config
-        self.kv = KVCacheManager(
-            info.num_blocks, info.block_size, enable_prefix_caching=cache.enable_prefix_caching
-        )
+        self.kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=cache.enable_prefix_caching)
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in `Sequence.order`
         self.requests: dict[str, Request] = {}

@@ -25,9 +25,7 @@ def new_keys() -> CurveKeys:
     """Fresh CURVE keys for one server start."""
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
-    return CurveKeys(
-        server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode()
-    )
+    return CurveKeys(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
 
 
 def bind_router(context: zmq.Context[S], endpoint: Endpoint) -> S:

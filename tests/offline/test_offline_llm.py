@@ -66,9 +66,7 @@ def test_given_text_or_ids_when_generated_then_always_a_list_of_dicts(llm: LLM) 
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-def test_given_mixed_requests_when_batched_then_each_equals_its_solo_run(
-    llm: LLM, solo: list[list[list[int]]]
-) -> None:
+def test_given_mixed_requests_when_batched_then_each_equals_its_solo_run(llm: LLM, solo: list[list[list[int]]]) -> None:
     assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == solo
     assert tokens(llm.generate(PROMPTS[::-1], PARAMS[::-1], use_tqdm=False)) == solo[::-1]
 

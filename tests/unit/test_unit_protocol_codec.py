@@ -41,9 +41,7 @@ MESSAGES = [
     EngineStats(1, 2, 3, 4, 5, 6, finished_total={"stop": 3}),
 ]
 STEPS = [
-    StepPlan(
-        1, 2, [0, 3], [1, 7], [4], [NewRow(3, [1, 2], 2, 0, [9], PARAMS, 1, [7])], [NewBlocks(0, [8])], [1], [2]
-    ),
+    StepPlan(1, 2, [0, 3], [1, 7], [4], [NewRow(3, [1, 2], 2, 0, [9], PARAMS, 1, [7])], [NewBlocks(0, [8])], [1], [2]),
     StepResult(1, 2, [0], [5], [None, LOGPROBS], [RowPromptLogprobs(3, 1, [LOGPROBS])], [0], 12),
 ]
 
