@@ -29,6 +29,7 @@ _LIMITS = {
 
 Decoder = Callable[[Any], Any]
 Encoder = Callable[[Any], Any]
+_SCALARS = (int, float, str, bool, bytes)
 
 
 class Schema:
@@ -108,16 +109,27 @@ def record_decoder(record: type) -> Decoder:
     hints = get_type_hints(record)
     names = [f.name for f in fields(record)]
     decoders = [_value_decoder(hints[name], f"{record.__name__}.{name}") for name in names]
+    # A plain value of exactly this type needs no call; no value has the type _Never.
+    kinds = [hints[name] if hints[name] in _SCALARS else _Never for name in names]
     needed = [i for i, f in enumerate(fields(record)) if f.default is MISSING and f.default_factory is MISSING]
     required, count = (needed[-1] + 1 if needed else 0), len(names)
+    by_name = any(f.kw_only for f in fields(record))
 
     def decode(wire: Any) -> Any:
         if type(wire) is not list or not required <= len(wire) <= count:
             raise ProtocolError(f"{record.__name__}: wrong number of fields")
-        values = [decoder(item) for decoder, item in zip(decoders, wire, strict=False)]
-        return record(**dict(zip(names, values, strict=False)))
+        # A shorter record ends the zip early.
+        values = [
+            value if type(value) is kind else decoder(value)
+            for value, kind, decoder in zip(wire, kinds, decoders, strict=False)
+        ]
+        return record(**dict(zip(names, values, strict=False))) if by_name else record(*values)
 
     return decode
+
+
+class _Never:
+    """The type of no decoded value."""
 
 
 def _value_decoder(annotation: Any, where: str) -> Decoder:
@@ -132,7 +144,7 @@ def _value_decoder(annotation: Any, where: str) -> Decoder:
         return record_decoder(annotation)
     if annotation is float:
         return _float_decoder(where)
-    if annotation in (int, str, bool, bytes):
+    if annotation in _SCALARS:
         return _scalar_decoder(annotation, where)
     raise TypeError(f"{where}: {annotation!r} cannot travel")
 
