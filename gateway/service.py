@@ -99,8 +99,7 @@ class GatewayService:
             return reason or "no figures from the engine"
         if self.client.stats_age > STATS_SECONDS:
             return "engine silent"
-        busy = stats.num_running + stats.num_waiting > 0
-        if busy and stats.seconds_since_progress > self.config.server.hang_timeout / 2:
+        if stats.seconds_since_progress > self.config.server.hang_timeout / 2:
             return "no progress"
         return None
 

@@ -171,5 +171,7 @@ def check(config: ServeConfig) -> None:
         raise ConfigError("--steps-in-flight must be 1 or 2")
     if config.scheduler.max_num_batched_tokens < config.scheduler.max_num_seqs:
         raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs: each decode needs one token")
+    if not all(key.strip() for key in config.server.api_key):
+        raise ConfigError("--api-key must not be empty")
     if not 0 <= config.server.port <= 65535:
         raise ConfigError("--port must be between 0 and 65535")

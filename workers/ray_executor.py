@@ -166,7 +166,7 @@ class RayWorkerGroup:
     def _launch(self, rank: int) -> RankLaunch:
         meeting_point = self._run_dir.path / f"ranks-{self._replica}-{self._epoch}"
         return RankLaunch(
-            config=self._config,
+            config=replace(self._config, server=replace(self._config.server, api_key=())),  # no business of a rank
             replica=self._replica,
             place=RankPlace(
                 rank=rank,

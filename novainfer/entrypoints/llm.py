@@ -17,7 +17,7 @@ from novainfer.checkpoint import resolve_checkpoint
 from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, describe_prompt
 from novainfer.config import COMPONENTS, DEMO_MODEL, ServeConfig, check
 from novainfer.engine.core import EngineCore
-from novainfer.errors import ConfigError, InvalidRequestError
+from novainfer.errors import ConfigError, InvalidRequestError, NovaInferError
 from novainfer.executor.base import Executor
 from novainfer.protocol.messages import AddRequest, Logprobs, TokenOutput
 from novainfer.sampling.params import MAX_SEED, SamplingParams
@@ -49,6 +49,9 @@ class LLM:
     def __init__(self, model: str = DEMO_MODEL, *, executor: str = "local", **options: Any) -> None:
         self.config = config_from_options({"model": model, **options})
         check(self.config)
+        # A caller that holds its own list of prompts is no crowd at the door: the queue is not bounded.
+        scheduler = replace(self.config.scheduler, max_waiting=2**31 - 1)
+        self.config = replace(self.config, scheduler=scheduler)
         if executor not in ("local", "ray"):
             raise ConfigError(f"executor is 'local' or 'ray', not {executor!r}")
         names = self.config.model
@@ -76,7 +79,7 @@ class LLM:
         ids: list[str] = []
         try:
             ids.extend(self.add_request(item, p) for item, p in zip(items, params, strict=True))
-        except InvalidRequestError:
+        except NovaInferError:
             for request_id in ids:
                 self.cancel(request_id)
             raise

@@ -90,6 +90,9 @@ def parse_text(option: Option, text: str) -> Any:
     """The value that `text` (a flag's or a variable's) stands for; raises `ConfigError`."""
     if option.optional and text.lower() == "none":
         return None
+    if option.secret and not text.strip():
+        # An unset shell or secret variable must not open the server.
+        raise ConfigError(f"{option.flag} is given but empty")
     if option.many:
         return tuple(_scalar(option, item.strip()) for item in text.split(",") if item.strip())
     return _scalar(option, text)

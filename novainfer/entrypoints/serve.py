@@ -30,6 +30,8 @@ def serve_command(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(render(resolved), end="")
         return 0
+    # Ray and the workers inherit this environment; keys are none of their business.
+    os.environ.pop("NOVAINFER_API_KEY", None)
     return serve(resolved.config)
 
 

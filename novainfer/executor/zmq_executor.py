@@ -18,6 +18,7 @@ import zmq
 
 from novainfer.errors import EngineError, ProtocolError
 from novainfer.executor.base import ExecutorInfo
+from novainfer.protocol.codec import MAX_MESSAGE_BYTES
 from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, StepResult, WorkerFault, WorkerHello
 from novainfer.transport.addresses import Endpoint
 from novainfer.transport.channel import bind_router
@@ -64,7 +65,10 @@ class ZmqExecutor:
         self._raise_failure()
         if plan.epoch != self.info.epoch:
             raise EngineError(f"plan of epoch {plan.epoch} for workers of epoch {self._epoch}")
-        self._send_all(WORKER_SCHEMA.encode(plan))
+        data = WORKER_SCHEMA.encode(plan)
+        if len(data) > MAX_MESSAGE_BYTES:  # the peer would drop it, and the connection, without a word
+            raise EngineError(f"the plan of step {plan.step} has {len(data)} bytes, more than a message may have")
+        self._send_all(data)
         self._unanswered.append(plan.step)
 
     def collect(self, timeout: float | None) -> StepResult | None:

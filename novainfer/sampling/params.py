@@ -14,7 +14,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
-MAX_ID_LIST = 65_536
+MAX_ID_LIST = 4096
 MAX_SEED = 2**63 - 1
 MIN_TEMPERATURE = 1e-3  # below it, logits divided by it leave float32; 0 is greedy
 

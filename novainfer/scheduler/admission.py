@@ -38,6 +38,16 @@ def check_request(message: AddRequest, info: ExecutorInfo) -> None:
             code="context_length_exceeded",
         )
     _check_emitted(message, info.vocab_size)
+    _check_early_choice(message, info.vocab_size)
+
+
+def _check_early_choice(message: AddRequest, vocab_size: int) -> None:
+    """Before min_tokens no token that would end the choice is sampled: some other must be left."""
+    params = message.params
+    if params.min_tokens > 0 and params.allowed_token_ids is None:
+        eos = () if params.ignore_eos else message.eos_token_ids
+        if len({*params.banned_token_ids, *params.stop_token_ids, *eos}) >= vocab_size:
+            raise InvalidRequestError("Until min_tokens no token is left to choose.", param="min_tokens")
 
 
 def _check_emitted(message: AddRequest, vocab_size: int) -> None:

@@ -38,6 +38,7 @@ class StepBatch:
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    num_new_ids: int = 0  # integers that the new rows carry
 
     def add(self, sequence: Sequence, num_new_tokens: int) -> None:
         """Schedule the sequence's next tokens and advance it: the step counts as computed from here on."""
@@ -52,6 +53,13 @@ class StepBatch:
             self.chunk_sizes.append(num_new_tokens)
         if samples:
             sequence.num_pending += 1
+
+    def add_new_row(self, row: NewRow) -> None:
+        """A sequence starts with this step."""
+        params = row.params
+        lists = (row.token_ids, row.block_ids, row.stop_token_ids, params.logit_bias, params.banned_token_ids)
+        self.num_new_ids += sum(map(len, lists)) + len(params.allowed_token_ids or ()) + len(params.stop_token_ids)
+        self.new_rows.append(row)
 
     @property
     def rows(self) -> list[ScheduledRow]:

@@ -57,8 +57,13 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Who goes first: priority (lower first), then arrival, then choice. A total order."""
-        return (self.request.message.priority, self.request.arrival, self.choice)
+        """Who is admitted first: priority (lower first), then arrival, then choice. A total order."""
+        return (self.request.message.priority, *self.age)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Arrival, then choice: a running sequence is never preempted for a younger one, whatever its priority."""
+        return (self.request.arrival, self.choice)
 
 
 @dataclass(slots=True, eq=False)

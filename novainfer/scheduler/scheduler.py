@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from novainfer.config import CacheConfig, SchedulerConfig
-from novainfer.errors import EngineError, OverloadedError
+from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.kv.manager import KVCacheManager
 from novainfer.protocol.messages import (
@@ -34,6 +34,8 @@ from novainfer.scheduler.request import NO_ROW, Request, Sequence, make_request
 
 # Answer of a full queue: about the time in which a few requests end. A later rate estimate may refine it.
 _RETRY_AFTER_S = 1.0
+# Token ids that a plan's new rows carry before no more rows are added: a few MiB, far below the largest message.
+_MAX_NEW_IDS_PER_PLAN = 500_000
 _NOT_FINITE = "The model's output was not finite."
 
 
@@ -65,10 +67,12 @@ class Scheduler:
         self._config = config
         self.kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=cache.enable_prefix_caching)
         self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []  # in `Sequence.order`
+        self.running: list[Sequence] = []  # in order of `Sequence.age`, oldest first
         self.requests: dict[str, Request] = {}
         self.totals = Totals()
-        self._free_rows = list(range(min(info.max_num_seqs, config.max_num_seqs) - 1, -1, -1))
+        self._num_rows = min(info.max_num_seqs, config.max_num_seqs)
+        self._num_live = 0  # sequences that have not ended: running, waiting, or held back as followers
+        self._free_rows = list(range(self._num_rows - 1, -1, -1))
         self._freed_rows: list[int] = []  # since the last plan
         self._in_flight: deque[StepRecord] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -96,11 +100,15 @@ class Scheduler:
         check_request(message, self._info)
         if message.request_id in self.requests:
             return []  # sent again by a gateway that was not sure: the first copy runs
-        if len(self.waiting) + message.params.n > self._config.max_waiting + len(self._free_rows):
+        n = message.params.n
+        if n > self._config.max_waiting + self._num_rows:
+            raise InvalidRequestError(f"n = {n} is more than this server can ever queue.", param="n")
+        if self._num_live - len(self.running) + n > self._config.max_waiting + len(self._free_rows):
             raise OverloadedError("The queue is full. Please retry later.", retry_after=_RETRY_AFTER_S)
         request = make_request(message, self._arrivals, now)
         self._arrivals += 1
         self.requests[request.request_id] = request
+        self._num_live += n
         self.totals.accepted += 1
         self.totals.prompt_tokens += request.prompt_len
         if request.deadline != float("inf"):
@@ -167,6 +175,8 @@ class Scheduler:
                 entry.sequence.num_confirmed_tokens = entry.num_computed_after
                 if entry.row in bad_rows:  # no other request may find what it computed
                     self.kv.forget(entry.sequence.table)
+        # Before any request ends: a prompt's log-probabilities may come with its last token.
+        prompt_logprobs = self._prompt_logprobs(record, result)
         outputs = []
         for i, entry in enumerate(sampled):
             logprobs = result.logprobs[i] if result.logprobs else None
@@ -179,7 +189,7 @@ class Scheduler:
                 outputs.append(self._end(sequence, FINISH_ERROR, error=_NOT_FINITE))
             if sequence.is_running:
                 self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
-        return StepOutputs(outputs, self._prompt_logprobs(record, result))
+        return StepOutputs(outputs, prompt_logprobs)
 
     # -- putting a step together ----------------------------------------------------------------------------
 
@@ -198,8 +208,8 @@ class Scheduler:
                 batch.add(sequence, min(left, batch.budget))
 
     def _admit(self, batch: StepBatch) -> None:
-        """Waiting sequences in order, while there are rows, budget and blocks."""
-        while batch.budget > 0 and self._free_rows:
+        """Waiting sequences in order, while there are rows, budget, blocks and room in the plan's message."""
+        while batch.budget > 0 and self._free_rows and batch.num_new_ids < _MAX_NEW_IDS_PER_PLAN:
             sequence = self.waiting.peek()
             # A preempted sequence may still have tokens in flight: its row is made from known tokens only.
             if sequence is None or sequence.num_pending or not self._start(sequence, batch):
@@ -239,8 +249,8 @@ class Scheduler:
         if sequence.choice == 0 and sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(computed, sequence.request.prompt_len)
             self.totals.cached_prompt_tokens += sequence.num_cached_tokens
-        insort(self.running, sequence, key=lambda s: s.order)
-        batch.new_rows.append(_new_row(sequence))
+        insort(self.running, sequence, key=lambda s: s.age)
+        batch.add_new_row(_new_row(sequence))
         batch.add(sequence, min(num_tokens - computed, batch.budget))
         return True
 
@@ -332,6 +342,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finished = True
+        self._num_live -= 1
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
         if sequence.is_running:
             self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)

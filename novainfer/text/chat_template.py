@@ -178,7 +178,7 @@ def _plain_tool_call(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidRequestError("A tool call's arguments are not JSON.", param="messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
 

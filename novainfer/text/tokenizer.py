@@ -60,7 +60,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. `add_special_tokens`: with what the model's own post-processor puts around it."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, a batch of one lets other threads run meanwhile: an event loop must not stand still.
+        ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -64,7 +64,8 @@ class Driver:
                     owners[block] += 1
         assert all(pool.references(b) == owners[b] for b in range(pool.num_blocks))
         assert pool.num_free == sum(1 for b in range(pool.num_blocks) if owners[b] == 0)
-        assert [s.order for s in scheduler.running] == sorted(s.order for s in scheduler.running)
+        assert [s.age for s in scheduler.running] == sorted(s.age for s in scheduler.running)
+        assert scheduler._num_live == sum(not s.finished for r in scheduler.requests.values() for s in r.sequences)
 
 
 def make_message(request_id: str, prompt: list[int], **options: object) -> AddRequest:

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
-from novainfer.protocol.step import StepResult
+from novainfer.protocol.codec import MAX_MESSAGE_BYTES
+from novainfer.protocol.messages import Logprobs
+from novainfer.protocol.step import WORKER_SCHEMA, RowPromptLogprobs, StepResult
 from novainfer.sampling.params import SamplingParams
 from tests.engine.engine_driver import Driver, make_message
 from tests.oracle import OracleExecutor, oracle_stream
@@ -295,6 +297,9 @@ def test_given_a_deadline_when_it_passes_then_the_request_ends_with_an_error() -
         ([1], {"allowed_token_ids": ()}, "allowed_token_ids"),
         ([1], {"banned_token_ids": tuple(range(50))}, "banned_token_ids"),
         ([1], {"min_tokens": 9}, "min_tokens"),
+        ([1], {"min_tokens": 1, "banned_token_ids": tuple(range(49)), "stop_token_ids": (49,)}, "min_tokens"),
+        ([1], {"banned_token_ids": (1,) * 5000}, "banned_token_ids"),
+        ([1], {"n": 120}, "n"),
         ([1], {"emitted": [[1], [2]]}, "n"),
         ([1], {"emitted": [[60]]}, "emitted"),
     ],
@@ -302,7 +307,7 @@ def test_given_a_deadline_when_it_passes_then_the_request_ends_with_an_error() -
 def test_given_a_bad_request_when_added_then_it_is_refused_and_nothing_changes(
     prompt: list[int], options: dict[str, object], param: str
 ) -> None:
-    driver = Driver(OracleExecutor())
+    driver = Driver(OracleExecutor(), max_waiting=100)
     with pytest.raises(InvalidRequestError) as caught:
         driver.add("a", prompt, **options)
     assert caught.value.param == param
@@ -325,6 +330,54 @@ def test_given_a_full_queue_when_added_then_overloaded_with_retry_after() -> Non
     assert caught.value.retry_after > 0
     driver.run()
     assert len(driver.ends) == 3
+
+
+def test_given_choices_that_wait_for_their_leader_when_more_come_then_they_count_as_queued() -> None:
+    driver = Driver(OracleExecutor(max_num_seqs=2), max_waiting=6, max_num_seqs=2)
+    driver.add("a", prompt_of(3), n=8)
+    with pytest.raises(OverloadedError):
+        driver.add("b", prompt_of(3), n=1)
+    driver.run()
+    assert len(driver.ends) == 8
+    assert_clean(driver)
+
+
+def test_given_a_younger_request_of_higher_priority_when_memory_is_short_then_the_oldest_is_not_preempted() -> None:
+    driver = Driver(OracleExecutor(num_blocks=8, block_size=4), max_num_seqs=4)
+    driver.add("old", prompt_of(4), max_tokens=24)
+    driver.step()
+    for i in range(3):
+        driver.add(f"young{i}", prompt_of(4, i), max_tokens=24, priority=-5)
+    preempted = set()
+    while driver.step():
+        live = driver.engine.scheduler.requests.values()
+        preempted |= {r.request_id for r in live if r.sequences[0].num_preemptions}
+    assert preempted
+    assert "old" not in preempted
+    assert driver.streams["old", 0] == expected(prompt_of(4), max_tokens=24)
+
+
+def test_given_many_choices_with_long_lists_when_admitted_then_no_plan_outgrows_a_message() -> None:
+    executor = OracleExecutor(num_blocks=8000, block_size=16, vocab_size=5000, max_model_len=20_000, max_num_seqs=128)
+    driver = Driver(executor, max_num_seqs=128)
+    driver.add("a", [1] * 10_000, n=128, max_tokens=2, allowed_token_ids=tuple(range(4096)))
+    for _ in range(9):
+        driver.step()
+    sizes = [len(WORKER_SCHEMA.encode(plan)) for plan in executor.plans]
+    assert max(sizes) < MAX_MESSAGE_BYTES // 8
+    assert sum(len(plan.new_rows) for plan in executor.plans) > 40
+
+
+def test_given_prompt_logprobs_when_the_request_ends_with_the_same_step_then_they_are_not_lost() -> None:
+    driver = Driver(OracleExecutor())
+    driver.add("a", prompt_of(3), max_tokens=1, prompt_logprobs=0)
+    driver.engine.submit()
+    entry = Logprobs(8, -1.0, 1)
+    outputs = driver.engine.scheduler.update(
+        StepResult(1, 1, [0], [5], prompt_logprobs=[RowPromptLogprobs(0, 1, [entry, entry])])
+    )
+    assert outputs.outputs[0].finish_reason == "length"
+    assert [(p.request_id, p.start, len(p.entries)) for p in outputs.prompt_logprobs] == [("a", 1, 2)]
 
 
 def test_given_a_result_of_another_step_when_applied_then_it_is_an_engine_error() -> None:

@@ -137,6 +137,18 @@ def test_given_logprobs_when_asked_then_one_entry_a_token_and_they_are_probabili
     assert [e["token_id"] for e in result["prompt_logprobs"][1:]] == PROMPTS[2][1:]
 
 
+def test_given_one_token_and_prompt_logprobs_when_scored_then_every_prompt_token_has_its_entry(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    result = llm.generate([PROMPTS[3]], params, use_tqdm=False)[0]
+    assert [entry["token_id"] for entry in result["prompt_logprobs"][1:]] == PROMPTS[3][1:]
+
+
+def test_given_more_prompts_than_a_server_would_queue_when_generated_then_all_are_answered(llm: LLM) -> None:
+    results = llm.generate([[3 + i % 50] for i in range(1200)], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len(results) == 1200
+    assert llm.is_finished()
+
+
 def test_given_prompt_logprobs_when_the_prompt_is_chunked_then_the_same_numbers(checkpoint: Path, llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
     whole = llm.generate([PROMPTS[5]], params, use_tqdm=False)[0]["prompt_logprobs"]

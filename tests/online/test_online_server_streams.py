@@ -9,6 +9,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import openai
 import pytest
 
@@ -109,6 +110,38 @@ def test_given_sessions_of_several_turns_when_they_run_at_once_then_each_goes_on
                 assert await session(client, turns) == history
 
     asyncio.run(run())
+
+
+def test_given_a_loglikelihood_request_when_sent_then_prompt_and_output_are_scored(server: RunningServer) -> None:
+    with server.sdk() as client:
+        scored = client.completions.create(
+            model="demo", prompt="NovaInfer is a server", max_tokens=1, logprobs=1, echo=True, temperature=0
+        )
+    logprobs = scored.choices[0].logprobs
+    assert logprobs is not None
+    values = logprobs.token_logprobs
+    assert values is not None
+    assert values[0] is None
+    assert len(values) > 4
+    assert all(value is not None and value <= 0 for value in values[1:])
+    assert scored.choices[0].text.startswith("NovaInfer is a server")
+
+
+def test_given_a_long_text_when_it_is_tokenised_then_others_are_still_answered(server: RunningServer) -> None:
+    text = "a longer text for the tokenizer " * 60_000
+
+    async def run() -> int:
+        limits = {"base_url": server.base_url, "trust_env": False, "timeout": 120}
+        async with httpx.AsyncClient(**limits) as client:  # type: ignore[arg-type]
+            long = asyncio.create_task(client.post("/v1/completions", json={"prompt": text}))
+            answered = 0
+            while not long.done():
+                assert (await client.get("/livez")).status_code == 200
+                answered += 1
+            assert (await long).status_code == 400
+            return answered
+
+    assert asyncio.run(run()) > 3
 
 
 def metric(server: RunningServer, name: str) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from novainfer import LLM, SamplingParams
 from tests.parity.builders import FAMILIES, FOREIGN_FAMILIES
 from tests.parity.harness import (
     CPU,
@@ -43,6 +44,16 @@ def test_family_given_ragged_prompts_when_decoded_greedily_then_equals_transform
 ) -> None:
     model, kernels = load(checkpoint(name), model_backend="native")
     assert_same(paged_greedy(model, kernels, ragged_prompts(), NUM_TOKENS), expected(name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_given_ragged_prompts_when_run_by_the_whole_engine_then_equals_transformers(
+    name: str, checkpoint: Build, expected: Expect
+) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    with LLM(str(checkpoint(name)), num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64) as llm:
+        results = llm.generate(ragged_prompts(), greedy, use_tqdm=False)
+    assert [result["token_ids"] for result in results] == expected(name).tokens
 
 
 @pytest.mark.parametrize("name", [*FOREIGN_FAMILIES, "gemma2", "qwen3_moe"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from novainfer.config import COMPONENTS, ServeConfig, check
+from novainfer.config import COMPONENTS, ServeConfig, ServerConfig, check
 from novainfer.entrypoints.cli import main
 from novainfer.entrypoints.options import (
     OPTIONS,
@@ -21,6 +21,7 @@ from novainfer.entrypoints.options import (
     from_environment,
     from_yaml,
     option_values,
+    parse_text,
     render,
     resolve,
 )
@@ -215,3 +216,11 @@ def test_the_help_when_asked_for_then_no_heavy_library_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--tensor-parallel-size" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_given_an_empty_key_when_resolved_then_the_server_does_not_open(text: str) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        parse_text(OPTIONS["api_key"], text)
+    with pytest.raises(ConfigError, match="empty"):
+        check(ServeConfig(server=ServerConfig(api_key=(text,))))
