@@ -82,7 +82,9 @@ class ParallelConfig:
         choices=("auto", "triton", "cpu", "reference"),
     )
     threads_per_worker: int | None = option(None, "CPU threads of one rank; default: the cores divided by the ranks.")
-    ray_address: str | None = option(None, "Join this Ray cluster ('auto' finds one); default: a local one of our own.")
+    ray_address: str | None = option(
+        None, "Join this Ray cluster (auto finds one), with the ranks on this host; default: a local one of our own."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,8 +63,3 @@ class PrefixIndex:
         entry = self._entry_of.pop(block, None)
         if entry is not None:
             del self._block_of[entry.key]
-
-    def clear(self) -> None:
-        """Forget everything (the workers' memory is gone)."""
-        self._block_of.clear()
-        self._entry_of.clear()

@@ -6,7 +6,7 @@ Used by the gateway (validation), the scheduler (validation again, lengths, stop
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from novainfer.errors import InvalidRequestError
 
@@ -135,6 +135,3 @@ def _check_stop_strings(stop: tuple[str, ...]) -> None:
     for text in stop:
         if not isinstance(text, str) or not text or len(text) > MAX_STOP_LENGTH:
             raise InvalidRequestError(f"each stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop")
-
-
-FIELD_NAMES = tuple(f.name for f in fields(SamplingParams))

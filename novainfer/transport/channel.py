@@ -1,7 +1,4 @@
-"""ZeroMQ sockets with the options that every one of ours has. Used by all processes; knows no message.
-
-Blocking sockets by default; the gateway passes a `zmq.asyncio.Context`.
-"""
+"""ZeroMQ sockets with the options that every one of ours has. Used by all processes; knows no message."""
 
 from __future__ import annotations
 
