@@ -75,6 +75,15 @@ def test_given_a_loading_engine_when_it_gets_ready_then_probes_change(
         scheduler.close()
 
 
+def test_given_a_stuck_step_whose_clients_have_left_when_probed_then_health_fails(pair: Pair) -> None:
+    pair.scheduler.seconds_since_progress = 1000.0
+    client = pair.gateway.client
+    pair.scheduler.wait_for(lambda: client.stats is not None and client.stats.seconds_since_progress > 0)
+    assert client.stats is not None
+    assert client.stats.num_running + client.stats.num_waiting == 0
+    assert pair.http.get("/health").json() == {"status": "unavailable", "reason": "no progress"}
+
+
 def test_given_work_without_progress_when_probed_then_health_fails_and_readiness_stays(pair: Pair) -> None:
     pair.scheduler.tokens_before_pause = 0
     with pair.gateway.http() as other, ThreadPoolExecutor(1) as pool:
