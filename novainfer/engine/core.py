@@ -5,7 +5,8 @@ from __future__ import annotations
 from novainfer.config import ServeConfig
 from novainfer.executor.base import Executor
 from novainfer.protocol.messages import AddRequest, TokenOutput
-from novainfer.scheduler.scheduler import Scheduler, StepOutputs
+from novainfer.scheduler.batch import StepOutputs
+from novainfer.scheduler.scheduler import Scheduler
 
 
 class EngineCore:
@@ -23,6 +24,15 @@ class EngineCore:
     def cancel(self, request_id: str, choice: int = -1) -> list[TokenOutput]:
         """See `Scheduler.cancel`."""
         return self.scheduler.cancel(request_id, choice)
+
+    def lose_workers(self, *, faulted: bool) -> list[TokenOutput]:
+        """See `Scheduler.lose_workers`."""
+        return self.scheduler.lose_workers(faulted=faulted)
+
+    def attach_workers(self, executor: Executor) -> list[TokenOutput]:
+        """Go on with these workers; see `Scheduler.attach_workers`."""
+        self._executor = executor
+        return self.scheduler.attach_workers(executor.info)
 
     @property
     def is_idle(self) -> bool:

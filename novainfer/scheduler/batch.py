@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from novainfer.protocol.messages import PromptLogprobs, TokenOutput
 from novainfer.protocol.step import NewBlocks, NewRow, StepPlan
 from novainfer.scheduler.request import Sequence
 
@@ -25,6 +26,14 @@ class StepRecord:
 
     step: int
     rows: list[ScheduledRow]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What one result means for the clients."""
+
+    outputs: list[TokenOutput]
+    prompt_logprobs: list[PromptLogprobs]
 
 
 @dataclass(slots=True)
@@ -79,3 +88,17 @@ class StepBatch:
             copy_src=[src for src, _ in self.copies],
             copy_dst=[dst for _, dst in self.copies],
         )
+
+
+def new_row(sequence: Sequence) -> NewRow:
+    """The sequence as the workers get to know it, when it takes a row."""
+    return NewRow(
+        row=sequence.row,
+        token_ids=list(sequence.token_ids),
+        prompt_len=sequence.request.prompt_len,
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_ids=list(sequence.table.blocks),
+        params=sequence.params,
+        choice=sequence.choice,
+        stop_token_ids=sorted(sequence.stop_token_ids),
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from novainfer.kv.manager import BlockTable
 from novainfer.kv.prefix_index import root_key
-from novainfer.protocol.messages import AddRequest
+from novainfer.protocol.messages import FINISH_LENGTH, FINISH_STOP, AddRequest, Logprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
 
 NO_ROW = -1
@@ -54,6 +54,44 @@ class Sequence:
     def wants_step(self) -> bool:
         """False once everything up to max_tokens is sampled or in flight: only results are missing."""
         return self.num_output + self.num_pending < self.request.max_tokens
+
+    def lose_workers(self) -> None:
+        """Forget what the workers held: only the known tokens are left, and all of them must be computed again."""
+        self.table.blocks.clear()
+        self.table.num_indexed = 0
+        self.row = NO_ROW
+        self.num_pending = self.num_computed_tokens = self.num_confirmed_tokens = 0
+        self.generation += 1
+
+    def finish_reason(self) -> str | None:
+        """Why it ends with its last known token, if it does."""
+        if self.num_output == 0:
+            return None
+        if self.token_ids[-1] in self.stop_token_ids and self.num_output > self.params.min_tokens:
+            return FINISH_STOP
+        return FINISH_LENGTH if self.num_output >= self.request.max_tokens else None
+
+    def output(
+        self,
+        index: int,
+        token_ids: list[int],
+        reason: str | None,
+        *,
+        logprobs: list[Logprobs] | None = None,
+        error: str | None = None,
+    ) -> TokenOutput:
+        """What its client gets: the tokens from output index `index` on, and its end if `reason` is given."""
+        return TokenOutput(
+            request_id=self.request.request_id,
+            choice=self.choice,
+            index=index,
+            token_ids=token_ids,
+            finish_reason=reason,
+            stop_token_id=self.token_ids[-1] if reason == FINISH_STOP else None,
+            logprobs=logprobs or [],
+            num_cached_tokens=self.request.sequences[0].num_cached_tokens,
+            error=error,
+        )
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
 
 from novainfer.config import CacheConfig, SchedulerConfig
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
@@ -19,65 +18,55 @@ from novainfer.kv.manager import KVCacheManager
 from novainfer.protocol.messages import (
     FINISH_CANCELLED,
     FINISH_ERROR,
-    FINISH_LENGTH,
-    FINISH_STOP,
     AddRequest,
     Logprobs,
     PromptLogprobs,
     TokenOutput,
 )
-from novainfer.protocol.step import NewBlocks, NewRow, StepPlan, StepResult
+from novainfer.protocol.step import NewBlocks, StepPlan, StepResult
 from novainfer.scheduler.admission import check_request
-from novainfer.scheduler.batch import ScheduledRow, StepBatch, StepRecord
+from novainfer.scheduler.batch import ScheduledRow, StepBatch, StepOutputs, StepRecord, new_row
+from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.queue import WaitingQueue
 from novainfer.scheduler.request import NO_ROW, Request, Sequence, make_request
+from novainfer.scheduler.totals import Totals
 
 # Answer of a full queue: about the time in which a few requests end. A later rate estimate may refine it.
 _RETRY_AFTER_S = 1.0
 # Token ids that a plan's new rows carry before no more rows are added: a few MiB, far below the largest message.
 _MAX_NEW_IDS_PER_PLAN = 500_000
 _NOT_FINITE = "The model's output was not finite."
-
-
-@dataclass(slots=True)
-class Totals:
-    """Running counts since the scheduler started."""
-
-    accepted: int = 0
-    finished: dict[str, int] = field(default_factory=dict)  # choices by finish reason
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
-    """What one result means for the clients."""
-
-    outputs: list[TokenOutput]
-    prompt_logprobs: list[PromptLogprobs]
+_QUARANTINED = "This request made the engine fail again and again; it was given up (quarantined)."
 
 
 class Scheduler:
     """Queue, block tables and rows of one replica. One thread calls it."""
 
     def __init__(self, info: ExecutorInfo, config: SchedulerConfig, cache: CacheConfig) -> None:
-        self._info = info
         self._config = config
-        self.kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=cache.enable_prefix_caching)
+        self._cache_config = cache
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of `Sequence.age`, oldest first
         self.requests: dict[str, Request] = {}
         self.totals = Totals()
-        self._num_rows = min(info.max_num_seqs, config.max_num_seqs)
         self._num_live = 0  # sequences that have not ended: running, waiting, or held back as followers
-        self._free_rows = list(range(self._num_rows - 1, -1, -1))
-        self._freed_rows: list[int] = []  # since the last plan
         self._in_flight: deque[StepRecord] = deque()
+        self._isolation = Isolation()
+        self._reset(info)
         self._deadlines: list[tuple[float, int, Request]] = []
         self._arrivals = 0
         self._step = 0
+
+    def _reset(self, info: ExecutorInfo) -> None:
+        """Rows and blocks of workers that hold nothing yet."""
+        self._info = info
+        self._has_workers = True
+        self.kv = KVCacheManager(
+            info.num_blocks, info.block_size, enable_prefix_caching=self._cache_config.enable_prefix_caching
+        )
+        self._num_rows = min(info.max_num_seqs, self._config.max_num_seqs)
+        self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self._freed_rows: list[int] = []  # since the last plan
 
     @property
     def step(self) -> int:
@@ -141,14 +130,57 @@ class Scheduler:
                     outputs.append(self._end(sequence, FINISH_ERROR, error="The request's deadline has passed."))
         return outputs
 
+    # -- workers go and come -----------------------------------------------------------------------------------
+
+    def lose_workers(self, *, faulted: bool) -> list[TokenOutput]:
+        """The workers are gone with all that they held: every sequence waits again, with its known tokens.
+
+        `faulted`: they died of what they did, not from outside. Returns the end of the request that is to blame for
+        it, if that is known. Until `attach_workers` nothing is scheduled; requests are accepted all the same.
+        """
+        culprit = self._isolation.after_death(
+            (entry.sequence for record in self._in_flight for entry in record.rows), faulted=faulted
+        )
+        self._reset(self._info)
+        self._has_workers = False
+        self._in_flight.clear()
+        for sequence in self.running:
+            self.waiting.push(sequence)
+        self.running.clear()
+        for request in self.requests.values():
+            request.prompt_computed = False
+            for sequence in request.sequences:
+                sequence.lose_workers()
+        return [] if culprit is None else [self._end(culprit, FINISH_ERROR, error=_QUARANTINED)]
+
+    def attach_workers(self, info: ExecutorInfo) -> list[TokenOutput]:
+        """Workers that hold nothing are ready. Returns the ends of requests that are too large for them."""
+        self._reset(info)
+        outputs = []
+        for request in list(self.requests.values()):
+            try:
+                check_request(request.message, info)
+            except InvalidRequestError as error:
+                live = [s for s in request.sequences if not s.finished]
+                outputs += [self._end(sequence, FINISH_ERROR, error=error.message) for sequence in live]
+        return outputs
+
     # -- a step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """Put the next step together; None if no sequence can go on before a result or a message arrives."""
+        if not self._has_workers:
+            return None
         batch = StepBatch(self._config.max_num_batched_tokens)
-        self._schedule_decodes(batch)
-        self._schedule_chunks(batch)
-        self._admit(batch)
+        suspect = self._isolation.next_suspect()
+        if suspect is not None and self._in_flight:
+            return None
+        alone = suspect is not None and self._schedule_alone(suspect, batch)
+        self._isolation.runs_alone(suspect if alone else None)
+        if not alone:
+            self._schedule_decodes(batch)
+            self._schedule_chunks(batch)
+            self._admit(batch)
         rows = batch.rows
         if not rows:
             return None
@@ -193,6 +225,16 @@ class Scheduler:
 
     # -- putting a step together ----------------------------------------------------------------------------
 
+    def _schedule_alone(self, suspect: Sequence, batch: StepBatch) -> bool:
+        """A step for this sequence and no other; False if it has to wait for rows or blocks like any other."""
+        if suspect.is_running:
+            batch.add(suspect, min(suspect.num_tokens - suspect.num_computed_tokens, batch.budget))
+            return True
+        if suspect in self.waiting and self._free_rows and self._start(suspect, batch):
+            self.waiting.remove(suspect)
+            return True
+        return False
+
     def _schedule_decodes(self, batch: StepBatch) -> None:
         """Rows with one token to compute go first: a long prompt must not make them wait."""
         for sequence in list(self.running):
@@ -212,7 +254,9 @@ class Scheduler:
         while batch.budget > 0 and self._free_rows and batch.num_new_ids < _MAX_NEW_IDS_PER_PLAN:
             sequence = self.waiting.peek()
             # A preempted sequence may still have tokens in flight: its row is made from known tokens only.
-            if sequence is None or sequence.num_pending or not self._start(sequence, batch):
+            if sequence is None or sequence.num_pending or sequence in self._isolation:
+                return
+            if not self._start(sequence, batch):
                 return
             self.waiting.pop()
 
@@ -250,7 +294,7 @@ class Scheduler:
             sequence.num_cached_tokens = min(computed, sequence.request.prompt_len)
             self.totals.cached_prompt_tokens += sequence.num_cached_tokens
         insort(self.running, sequence, key=lambda s: s.age)
-        batch.add_new_row(_new_row(sequence))
+        batch.add_new_row(new_row(sequence))
         batch.add(sequence, min(num_tokens - computed, batch.budget))
         return True
 
@@ -286,29 +330,14 @@ class Scheduler:
         sequence.num_pending -= 1
         if bad:
             return self._end(sequence, FINISH_ERROR, error=_NOT_FINITE)
+        self._isolation.clear(sequence)
         index = sequence.num_output
         sequence.token_ids.append(token_id)
         self.totals.generation_tokens += 1
-        reason = self._finish_reason(sequence)
+        reason = sequence.finish_reason()
         if reason is not None:
             self._finish(sequence, reason)
-        return TokenOutput(
-            request_id=sequence.request.request_id,
-            choice=sequence.choice,
-            index=index,
-            token_ids=[token_id],
-            finish_reason=reason,
-            stop_token_id=token_id if reason == FINISH_STOP else None,
-            logprobs=[logprobs] if logprobs is not None else [],
-            num_cached_tokens=sequence.request.sequences[0].num_cached_tokens,
-        )
-
-    def _finish_reason(self, sequence: Sequence) -> str | None:
-        if sequence.num_output == 0:
-            return None
-        if sequence.token_ids[-1] in sequence.stop_token_ids and sequence.num_output > sequence.params.min_tokens:
-            return FINISH_STOP
-        return FINISH_LENGTH if sequence.num_output >= sequence.request.max_tokens else None
+        return sequence.output(index, [token_id], reason, logprobs=[logprobs] if logprobs is not None else [])
 
     def _prompt_logprobs(self, record: StepRecord, result: StepResult) -> list[PromptLogprobs]:
         by_row = {entry.row: entry.sequence for entry in record.rows}
@@ -322,26 +351,18 @@ class Scheduler:
 
     def _already_ended(self, sequence: Sequence) -> TokenOutput | None:
         """A resumed choice whose last token was emitted but whose end was lost."""
-        reason = self._finish_reason(sequence)
+        reason = sequence.finish_reason()
         return self._end(sequence, reason) if reason else None
 
     def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> TokenOutput:
         """Finish a sequence between tokens; the output that says so carries no token."""
         index = sequence.num_output
         self._finish(sequence, reason)
-        return TokenOutput(
-            request_id=sequence.request.request_id,
-            choice=sequence.choice,
-            index=index,
-            token_ids=[],
-            finish_reason=reason,
-            stop_token_id=sequence.token_ids[-1] if reason == FINISH_STOP else None,
-            num_cached_tokens=sequence.request.sequences[0].num_cached_tokens,
-            error=error,
-        )
+        return sequence.output(index, [], reason, error=error)
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finished = True
+        self._isolation.clear(sequence)
         self._num_live -= 1
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
         if sequence.is_running:
@@ -373,16 +394,3 @@ class Scheduler:
     def _forget_if_finished(self, request: Request) -> None:
         if request.finished:
             self.requests.pop(request.request_id, None)
-
-
-def _new_row(sequence: Sequence) -> NewRow:
-    return NewRow(
-        row=sequence.row,
-        token_ids=list(sequence.token_ids),
-        prompt_len=sequence.request.prompt_len,
-        num_computed_tokens=sequence.num_computed_tokens,
-        block_ids=list(sequence.table.blocks),
-        params=sequence.params,
-        choice=sequence.choice,
-        stop_token_ids=sorted(sequence.stop_token_ids),
-    )

@@ -39,6 +39,11 @@ class Driver:
                 self.ends[key] = output.finish_reason
             self.outputs.append(output)
 
+    def use(self, executor: OracleExecutor) -> None:
+        """Other workers take over, after `engine.lose_workers`."""
+        self.executor = executor
+        self.record(self.engine.attach_workers(executor))
+
     def step(self) -> bool:
         submitted = self.engine.submit()
         outputs = self.engine.collect(None)
