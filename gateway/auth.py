@@ -1,4 +1,4 @@
-"""API keys: kept as SHA-256, compared in constant time, every path closed unless it is named open.
+"""API keys: known as SHA-256 alone, compared in constant time, every path closed unless it is named open.
 
 The path that decides is `scope["path"]`, the same one that the router uses, so no spelling of a path can be open
 for one and a route for the other.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.context import request_info
 from gateway.errors import ApiError
-from novainfer.config import ServerConfig
+from novainfer.config import KeyDigest, ServeConfig
 from novainfer.errors import ConfigError
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
@@ -25,25 +23,18 @@ _HEADERS = (b"x-api-key", b"api-key")
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    tenant: str
-    digest: bytes
-
-
 class KeyRing:
     """The keys that open this server; without any, everybody is the tenant ''."""
 
-    def __init__(self, keys: Iterable[tuple[str | None, str]]) -> None:
-        self._keys = tuple(_make_key(name, key) for name, key in keys)
+    def __init__(self, keys: Iterable[KeyDigest]) -> None:
+        self._keys = tuple((key.tenant, bytes.fromhex(key.sha256)) for key in keys)
 
     @classmethod
-    def load(cls, config: ServerConfig) -> KeyRing:
-        """Keys from the configuration and its key file; `ConfigError` if the file cannot be read or holds none."""
-        keys: list[tuple[str | None, str]] = [(None, key) for key in config.api_key if key]
-        if config.api_key_file is not None:
-            keys += _read_file(Path(config.api_key_file))
-        return cls(keys)
+    def of(cls, config: ServeConfig) -> KeyRing:
+        """The configuration's digests. `ConfigError` if it holds keys: they are not sealed, and would open nothing."""
+        if config.server.api_key or config.server.api_key_file is not None:
+            raise ConfigError("a gateway takes digests of API keys, not keys or a key file")
+        return cls(config.keys)
 
     def tenant(self, headers: Headers) -> str | None:
         """Whose key the headers carry; None if they carry none that is known."""
@@ -52,9 +43,9 @@ class KeyRing:
         offered = _offered_key(headers)
         digest = hashlib.sha256(b"" if offered is None else offered).digest()
         found: str | None = None
-        for key in self._keys:  # all of them, so that the time says nothing
-            if hmac.compare_digest(key.digest, digest):
-                found = key.tenant
+        for tenant, known in self._keys:  # all of them, so that the time says nothing
+            if hmac.compare_digest(known, digest):
+                found = tenant
         return None if offered is None else found
 
 
@@ -78,27 +69,6 @@ class AuthMiddleware:
             return
         request_info(scope).tenant = tenant
         await self._app(scope, receive, send)
-
-
-def _make_key(name: str | None, key: str) -> _Key:
-    digest = hashlib.sha256(key.encode()).digest()
-    return _Key(name or f"key-{digest.hex()[:8]}", digest)
-
-
-def _read_file(path: Path) -> list[tuple[str | None, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from None
-    keys: list[tuple[str | None, str]] = []
-    for line in lines:
-        text = line.strip()
-        if text and not text.startswith("#"):
-            name, colon, key = text.partition(":")
-            keys.append((name.strip(), key.strip()) if colon else (None, text))
-    if not keys or not all(key for _, key in keys):
-        raise ConfigError(f"--api-key-file {path} has no key, or a line without one")
-    return keys
 
 
 def _offered_key(headers: Headers) -> bytes | None:

@@ -187,7 +187,7 @@ def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> Non
     listener = bind_http(config.server, port=port)  # first: a taken port is the commonest fault
     client = EngineClient(run_dir.gateways(0), gateway_id=f"gateway-{index}")
     service = GatewayService.load(config, client)
-    keys = KeyRing.load(config.server)
+    keys = KeyRing.of(config)
     server = build_server(service, keys, drain_timeout=config.server.drain_timeout, log_level=config.server.log_level)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, service, listener, report))

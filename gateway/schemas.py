@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from novainfer.errors import InvalidRequestError
+from novainfer.sampling.params import MAX_ID_LIST
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 16_384
@@ -20,6 +21,8 @@ MAX_TOOLS = 256
 Name = Annotated[str, Field(max_length=1024)]
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]  # a million complaints would hold the event loop
 
 
 class _Body(BaseModel):
@@ -52,12 +55,12 @@ class GenerationRequest(_Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: Int | None = None
-    logit_bias: dict[str, float] = {}
-    allowed_token_ids: list[TokenId] | None = None
-    banned_token_ids: list[TokenId] = []
-    bad_words: list[str] = []
-    stop: str | list[str] = []
-    stop_token_ids: list[TokenId] = []
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST)] = {}
+    allowed_token_ids: Items[TokenId] | None = None
+    banned_token_ids: Items[TokenId] = []
+    bad_words: Items[str] = []
+    stop: str | Items[str] = []
+    stop_token_ids: Items[TokenId] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -75,16 +78,16 @@ class ChatRequest(GenerationRequest):
 
     unsupported = frozenset({"echo", "functions", "function_call", "audio", "prediction", "web_search_options"})
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    modalities: list[str] = ["text"]
+    modalities: Items[str] = ["text"]
     reasoning_effort: str | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -95,7 +98,7 @@ class CompletionRequest(GenerationRequest):
 
     unsupported = frozenset({"suffix", "best_of", "response_format"})
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
     echo: bool = False
     logprobs: Int | None = None
 
@@ -107,13 +110,13 @@ class TokenizeRequest(_Body):
 
     model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
 
 
 class DetokenizeRequest(_Body):
@@ -122,7 +125,7 @@ class DetokenizeRequest(_Body):
     unsupported: ClassVar[frozenset[str]] = frozenset()
 
     model: Name | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 Body = TypeVar("Body", GenerationRequest, ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from gateway.body import ByteBudget
 from gateway.context import RequestInfo
 from gateway.errors import ApiError, to_api_error
 from gateway.generation import Generation, PromptState
@@ -31,6 +32,7 @@ from novainfer.text.chat_template import ChatTemplate
 from novainfer.text.tokenizer import Tokenizer
 
 TEXT_THREADS = 2  # rendering and tokenising; the event loop only waits for them
+BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
 STATS_SECONDS = 5.0  # older figures of the engine prove nothing
 
@@ -51,6 +53,7 @@ class GatewayService:
         self.metrics = GatewayMetrics(self.model_names[0], lambda: (client.info, client.stats))
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
+        self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes)
         self.created = 0
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._live: defaultdict[str, list[tuple[str, Generation]]] = defaultdict(list)
@@ -87,8 +90,6 @@ class GatewayService:
             return "no engine"
         if not info.ready:
             return "loading"
-        if info.draining:
-            return "engine draining"
         return None if self.client.ready else "engine silent"
 
     def unhealthy_reason(self) -> str | None:
@@ -146,7 +147,8 @@ class GatewayService:
             PromptState(f"{response_id}-{number}", token_ids, _own_seed(params, request.seed, number), echo)
             for number, (token_ids, echo) in enumerate(prompts)
         ]
-        stream = self.client.submit(*(self._add_request(state, request, info.tenant) for state in states))
+        aliases = [response_id, info.request_id]
+        stream = self.client.submit(*(self._add_request(state, request, info.tenant, aliases) for state in states))
         return Generation(
             states,
             stream,
@@ -156,7 +158,9 @@ class GatewayService:
             after_prompt=isinstance(request, CompletionRequest),
         )
 
-    def _add_request(self, state: PromptState, request: ChatRequest | CompletionRequest, tenant: str) -> AddRequest:
+    def _add_request(
+        self, state: PromptState, request: ChatRequest | CompletionRequest, tenant: str, aliases: list[str]
+    ) -> AddRequest:
         return AddRequest(
             request_id=state.request_id,
             prompt_token_ids=state.token_ids,
@@ -166,6 +170,7 @@ class GatewayService:
             cache_salt=request.cache_salt,
             use_prefix_cache=request.prefix_cache,
             priority=request.priority,
+            aliases=aliases,
         )
 
     @contextmanager
@@ -194,12 +199,12 @@ class GatewayService:
                 if not self._live[key]:
                     del self._live[key]
 
-    def cancel(self, key: str, tenant: str) -> bool:
-        """Cancel the tenant's generations with this id; False if there is none."""
+    async def cancel(self, key: str, tenant: str) -> bool:
+        """Cancel the tenant's generations with this id, here or else at the other gateways; False if there is none."""
         found = [generation for owner, generation in self._live.get(key, []) if owner == tenant]
         for generation in found:
             generation.cancel()
-        return bool(found)
+        return bool(found) or await self.client.cancel_alias(key, tenant)
 
 
 def new_response_id(prefix: str) -> str:

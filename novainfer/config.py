@@ -6,6 +6,7 @@ The command line, the environment (`NOVAINFER_*`) and YAML files are generated f
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -83,7 +84,14 @@ class ParallelConfig:
     )
     threads_per_worker: int | None = option(None, "CPU threads of one rank; default: the cores divided by the ranks.")
     ray_address: str | None = option(
-        None, "Join this Ray cluster (auto finds one), with the ranks on this host; default: a local one of our own."
+        None,
+        "Join this Ray cluster (auto finds one), with the ranks on this host (but see --cluster-host); "
+        "default: a local one of our own.",
+    )
+    cluster_host: str | None = option(
+        None,
+        "IP address of this host that ranks on other hosts of the Ray cluster reach it at (tcp:// with CURVE keys); "
+        "default: the ranks stay on this host, over ipc.",
     )
 
 
@@ -108,6 +116,14 @@ class ServerConfig:
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
 
+@dataclass(frozen=True, slots=True)
+class KeyDigest:
+    """An API key as every process but the supervisor knows it: whose it is, and its SHA-256 in hexadecimal."""
+
+    tenant: str
+    sha256: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Everything `novainfer serve` needs, in one object; also what the offline `LLM` builds."""
@@ -117,6 +133,7 @@ class ServeConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    keys: tuple[KeyDigest, ...] = ()  # no option: the supervisor's `seal_keys` makes them; empty = open to everybody
 
     def to_json(self) -> str:
         """For a child process; `from_json` gives an equal object."""
@@ -129,7 +146,7 @@ class ServeConfig:
         for name, component in COMPONENTS.items():
             values = {key: tuple(v) if isinstance(v, list) else v for key, v in data[name].items()}
             parts[name] = component(**values)
-        return cls(**parts)
+        return cls(**parts, keys=tuple(KeyDigest(**entry) for entry in data["keys"]))
 
 
 COMPONENTS: dict[str, type] = {
@@ -167,6 +184,8 @@ def check(config: ServeConfig) -> None:
     for name, limit in optional.items():
         if limit is not None and limit <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {limit}")
+    if config.parallel.cluster_host is not None:
+        _check_cluster_host(config.parallel.cluster_host, config.parallel.ray_address)
     if not 0.05 <= config.cache.gpu_memory_utilization <= 1.0:
         raise ConfigError("--gpu-memory-utilization must be between 0.05 and 1")
     if config.scheduler.steps_in_flight not in (1, 2):
@@ -177,3 +196,14 @@ def check(config: ServeConfig) -> None:
         raise ConfigError("--api-key must not be empty")
     if not 0 <= config.server.port <= 65535:
         raise ConfigError("--port must be between 0 and 65535")
+
+
+def _check_cluster_host(host: str, ray_address: str | None) -> None:
+    if ray_address is None:
+        raise ConfigError("--cluster-host needs --ray-address: a local Ray has no other hosts")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(f"--cluster-host must be an IP address of this host, not {host!r}") from None
+    if address.is_unspecified:
+        raise ConfigError(f"--cluster-host {host} is no address that another host could connect to: name one of them")

@@ -19,6 +19,8 @@ from novainfer.protocol.messages import (
     FINISH_STOP,
     GATEWAY_SCHEMA,
     AddRequest,
+    AliasCancelled,
+    CancelAlias,
     CancelRequest,
     EngineInfo,
     EngineStats,
@@ -188,6 +190,12 @@ class ScriptedScheduler:
             self._add(identity, message)
         elif isinstance(message, CancelRequest):
             self._cancel(message)
+        elif isinstance(message, CancelAlias):
+            requests = [live.request for live in self.live.values()]
+            found = [r for r in requests if r.tenant == message.tenant and message.alias in r.aliases]
+            for request in found:
+                self._cancel(CancelRequest(request.request_id))
+            self._send(identity, AliasCancelled(message.query, bool(found)))
 
     def _add(self, identity: bytes, request: AddRequest) -> None:
         self.added.append(request)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -21,10 +23,16 @@ STOP_PATIENCE = 90
 class RunningServer:
     """One `novainfer serve`. `stop` asserts that it ends with status 0 and leaves nothing behind."""
 
-    def __init__(self, *flags: str, log: Path, environ: dict[str, str] | None = None) -> None:
-        """Start with these flags on a free port and wait until it is ready."""
-        command = [sys.executable, "-m", "novainfer.entrypoints.cli", "serve", "--port", "0", *flags]
+    def __init__(
+        self, *flags: str, log: Path, environ: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
+        """Start with these flags on a free port and wait until it is ready.
+
+        `prefix` is a command that runs the server as its only child, somewhere else.
+        """
+        command = [*prefix, sys.executable, "-m", "novainfer.entrypoints.cli", "serve", "--port", "0", *flags]
         self._log = log
+        self._is_child = bool(prefix)
         self._lines: list[str] = []
         self._is_ready = threading.Event()
         with open(log, "w", encoding="utf-8") as errors:
@@ -45,7 +53,7 @@ class RunningServer:
     @property
     def pid(self) -> int:
         """The supervisor's."""
-        return self.process.pid
+        return psutil.Process(self.process.pid).children()[0].pid if self._is_child else self.process.pid
 
     @property
     def errors(self) -> str:
@@ -84,7 +92,7 @@ class RunningServer:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End it in an orderly way."""
         tree = self.tree()
-        self.process.send_signal(number)
+        os.kill(self.pid, number)
         status = self.wait()
         assert status == 0, f"exit status {status}; standard error:\n{self.errors}"
         assert_gone(tree)
@@ -98,7 +106,8 @@ class RunningServer:
     def kill(self) -> None:
         """End it at once; for the clean-up of failed tests. Its children die with it."""
         tree = self.tree() if self.process.poll() is None else []
-        self.process.kill()
+        if tree:
+            tree[0].kill()
         self.wait()
         assert_gone(tree)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from novainfer.config import ServeConfig
-from novainfer.transport.addresses import CurveKeys, Endpoint
+from novainfer.transport.addresses import Endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +16,7 @@ class RankPlace:
     rank: int
     world_size: int
     epoch: int
-    init_method: str  # where the ranks meet, see `TensorParallel.init`; unused with one rank
+    meeting_point: str  # path of a file, see `TensorParallel.init`; unused with one rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +36,8 @@ class RankLaunch:
                 "config": self.config.to_json(),
                 "replica": self.replica,
                 "place": asdict(self.place),
-                "scheduler": asdict(self.scheduler),
-                "supervisor": None if self.supervisor is None else asdict(self.supervisor),
+                "scheduler": self.scheduler.to_json(),
+                "supervisor": None if self.supervisor is None else self.supervisor.to_json(),
             }
         )
 
@@ -50,11 +49,6 @@ class RankLaunch:
             config=ServeConfig.from_json(data["config"]),
             replica=data["replica"],
             place=RankPlace(**data["place"]),
-            scheduler=_endpoint(data["scheduler"]),
-            supervisor=None if data["supervisor"] is None else _endpoint(data["supervisor"]),
+            scheduler=Endpoint.from_json(data["scheduler"]),
+            supervisor=None if data["supervisor"] is None else Endpoint.from_json(data["supervisor"]),
         )
-
-
-def _endpoint(data: dict[str, Any]) -> Endpoint:
-    curve = data["curve"]
-    return Endpoint(data["address"], None if curve is None else CurveKeys(**curve))

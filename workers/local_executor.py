@@ -23,7 +23,7 @@ class LocalExecutor:
     def __init__(self, config: ServeConfig, *, epoch: int = FIRST_EPOCH, progress: Progress = _no_progress) -> None:
         if config.parallel.tensor_parallel_size != 1:
             raise ConfigError("tensor parallelism needs worker processes; the in-process engine has one rank")
-        place = RankPlace(rank=0, world_size=1, epoch=epoch, init_method="")
+        place = RankPlace(rank=0, world_size=1, epoch=epoch, meeting_point="")
         self._worker: Worker | None = Worker.build(config, place, progress)
         self._info = self._worker.info
         self._plans: deque[StepPlan] = deque()

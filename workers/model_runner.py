@@ -6,7 +6,6 @@ step may be launched before the last one has finished: it reads the sampled toke
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +37,6 @@ class PendingStep:
     """A launched step. Its tensors are on the host, and valid once `done` has happened."""
 
     plan: StepPlan
-    started: float  # time.perf_counter()
     sampled: Sampled | None  # None: no row sampled
     prompts: list[PromptResult]
     done: torch.cuda.Event | None  # None: the host computed everything itself
@@ -59,7 +57,6 @@ class PendingStep:
             logprobs=[] if sampled is None else _token_logprobs(sampled, bad),
             prompt_logprobs=[_prompt_record(prompt) for prompt in self.prompts if prompt.span.row not in bad],
             bad_rows=sorted(bad),
-            execute_us=int((time.perf_counter() - self.started) * 1e6),
         )
 
 
@@ -83,7 +80,6 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start one step, and bring the rows to the state after it. None on ranks other than 0."""
-        started = time.perf_counter()
         self.states.apply(plan)
         self.cache.copy_blocks(plan.copy_src, plan.copy_dst)
         sampled: Sampled | None = None
@@ -94,7 +90,7 @@ class ModelRunner:
             prompts = [prompt for span in batch.prompt_spans if (prompt := self._prompt_logprobs(hidden, span))]
             sampled = self._sample(hidden, batch)
             self.states.advance(batch.rows, batch.num_new_tokens)
-        return self._pending(plan, started, sampled, prompts) if self._tp.rank == 0 else None
+        return self._pending(plan, sampled, prompts) if self._tp.rank == 0 else None
 
     def _sample(self, hidden: Tensor, batch: InputBatch) -> Sampled | None:
         """Sample on rank 0 and append the tokens to the rows of all ranks."""
@@ -127,12 +123,10 @@ class ModelRunner:
             return None
         return PromptResult(span, concatenate(parts), ~torch.isfinite(torch.stack(maxima)).all())
 
-    def _pending(
-        self, plan: StepPlan, started: float, sampled: Sampled | None, prompts: list[PromptResult]
-    ) -> PendingStep:
+    def _pending(self, plan: StepPlan, sampled: Sampled | None, prompts: list[PromptResult]) -> PendingStep:
         """Start the copies to the host."""
         if self.states.device.type == "cpu":
-            return PendingStep(plan, started, sampled, prompts, None)
+            return PendingStep(plan, sampled, prompts, None)
         if sampled is not None:
             sampled = replace(
                 sampled,
@@ -143,7 +137,7 @@ class ModelRunner:
         prompts = [PromptResult(p.span, p.logprobs.map(_to_host), _to_host(p.is_bad)) for p in prompts]
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return PendingStep(plan, started, sampled, prompts, done)
+        return PendingStep(plan, sampled, prompts, done)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.zmq_executor import ZmqExecutor
 from novainfer.protocol.step import StepPlan, StepResult
 from novainfer.protocol.supervision import FIRST_EPOCH
-from novainfer.transport.addresses import Endpoint, RunDir
+from novainfer.transport.addresses import RunDir
+from novainfer.transport.cluster import cluster_links
 from workers.launch import RankLaunch, RankPlace
 
 logger = logging.getLogger(__name__)
@@ -39,12 +41,17 @@ _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; we put nothin
 _PLACEMENT_TIMEOUT = 60.0  # seconds
 _LIVENESS_INTERVAL = 0.5  # seconds
 _LONGEST_TEMP_DIR = 40  # bytes; Ray appends up to 65 for its Unix sockets, which may have 107
-_LOCAL_ENVIRONMENT = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all of the local instance listens on loopback alone
+# Read by Ray when it is imported, and by the servers of a local instance.
+_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's C++ handler takes SIGTERM for a crash: it prints a stack and aborts us three seconds later.
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
+    # Ray makes its workers nice to all others; on a CPU ours do the work that the others wait for.
+    "RAY_worker_niceness": "0",
     # A rank's process starts while Ray itself is still starting: let it use the time for the heaviest imports.
     "RAY_preload_python_modules": "torch,transformers.models.auto.configuration_auto",
 }
+_LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # all of a local instance listens on loopback alone
 _WATCH = """
 import sys, psutil
 pids = set(map(int, sys.argv[1:]))
@@ -64,6 +71,9 @@ class RankActor:
     def run(self, launch_json: str) -> None:
         """The life of the rank. Returns after Shutdown; whatever it raises ends the rank."""
         launch = RankLaunch.from_json(launch_json)
+        # A relative one is on the ranks' own host, which need not be the supervisor's.
+        meeting_point = os.path.join(_session_dir(), launch.place.meeting_point)
+        launch = replace(launch, place=replace(launch.place, meeting_point=meeting_point))
         logging.basicConfig(level=launch.config.server.log_level.upper())
         _set_title(f"novainfer: worker {launch.replica}.{launch.place.rank}")
         from workers.step_loop import run_rank
@@ -72,24 +82,17 @@ class RankActor:
 
 
 class RayWorkerGroup:
-    """The ranks of one replica and epoch as Ray actors on this host, and the Ray instance that holds them."""
+    """The ranks of one replica and epoch as Ray actors on one host, and the Ray instance that holds them."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        run_dir: RunDir,
-        *,
-        epoch: int,
-        replica: int = 0,
-        supervisor: Endpoint | None = None,
-    ) -> None:
-        """The ranks report to `supervisor`, by default the one of the run directory."""
+    def __init__(self, config: ServeConfig, run_dir: RunDir, *, epoch: int, replica: int = 0) -> None:
         self._config = config
         self._run_dir = run_dir
         self._epoch = epoch
         self._replica = replica
-        self._supervisor = supervisor or run_dir.supervisor()
         self._watch: subprocess.Popen[bytes] | None = None
+        # A file in the run directory, which only this host has, or else in that of Ray's session on the ranks' host.
+        stays_here = config.parallel.cluster_host is None
+        self._meeting_point = str(run_dir.path / f"ranks-{replica}-{epoch}") if stays_here else secrets.token_hex(16)
         self._placement: Any = None
         self._actors: list[Any] = []  # one actor handle per rank
         self._runs: list[Any] = []  # one object reference per rank, ready when the rank has ended
@@ -102,6 +105,8 @@ class RayWorkerGroup:
         """
         parallel = self._config.parallel
         began = time.monotonic()
+        for name, value in (_ENVIRONMENT if parallel.ray_address else _ENVIRONMENT | _LOCAL_ENVIRONMENT).items():
+            os.environ.setdefault(name, value)
         if parallel.ray_address is None:
             _start_local(parallel, self._run_dir.path)
             self._watch = _watch_agents()
@@ -143,14 +148,16 @@ class RayWorkerGroup:
         self._actors, self._runs, self._placement = [], [], None
 
     def _place(self, use_gpu: bool) -> None:
-        """One actor per rank, all on this host: our sockets are in its file system."""
+        """One actor per rank, all on one host: they meet in its file system and talk over its loopback."""
         ray = _ray()
         world_size = self._config.parallel.tensor_parallel_size
-        here = f"node:{ray.util.get_node_ip_address()}"
-        bundle = {"CPU": 1.0, here: 0.001, **({"GPU": 1.0} if use_gpu else {})}
+        bundle = {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {})}
+        if self._config.parallel.cluster_host is None:  # our sockets are in this host's file system
+            bundle[f"node:{ray.util.get_node_ip_address()}"] = 0.001
         self._placement = ray.util.placement_group([bundle] * world_size, strategy="STRICT_PACK")
         if not self._placement.wait(_PLACEMENT_TIMEOUT):
-            raise EngineError(f"Ray has no room on this host for {world_size} ranks with {bundle} each")
+            raise EngineError(f"Ray has no room on one host for {world_size} ranks with {bundle} each")
+        logger.info("the ranks are on %s", _node_of(self._placement))
         for rank in range(world_size):
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placement, rank)
             actor_class = ray.remote(
@@ -164,18 +171,17 @@ class RayWorkerGroup:
             self._runs.append(self._actors[-1].run.remote(self._launch(rank).to_json()))
 
     def _launch(self, rank: int) -> RankLaunch:
-        meeting_point = self._run_dir.path / f"ranks-{self._replica}-{self._epoch}"
         return RankLaunch(
-            config=replace(self._config, server=replace(self._config.server, api_key=())),  # no business of a rank
+            config=replace(self._config, keys=()),  # no business of a rank
             replica=self._replica,
             place=RankPlace(
                 rank=rank,
                 world_size=self._config.parallel.tensor_parallel_size,
                 epoch=self._epoch,
-                init_method=f"file://{meeting_point}",
+                meeting_point=self._meeting_point,
             ),
-            scheduler=self._run_dir.workers(self._replica),
-            supervisor=self._supervisor,
+            scheduler=self._run_dir.workers(self._replica).for_client(),
+            supervisor=self._run_dir.rank_reports().for_client(),
         )
 
 
@@ -186,6 +192,8 @@ class RayExecutor:
         """Start everything and wait until all ranks have loaded. Raises `EngineError` if one fails or is too late."""
         run_dir = RunDir.create(None)
         self._remove_run_dir = weakref.finalize(self, shutil.rmtree, run_dir.path, True)
+        self._links = ExitStack()
+        self._links.enter_context(cluster_links(run_dir, config.parallel.cluster_host))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         world_size = config.parallel.tensor_parallel_size
         self._ranks = ZmqExecutor(run_dir.workers(0), world_size=world_size, epoch=epoch, context=self._context)
@@ -221,6 +229,7 @@ class RayExecutor:
         self._ranks.close()
         self._group.stop()
         self._context.term()
+        self._links.close()
         self._remove_run_dir()
 
     def _wait_ready(self, deadline: float) -> None:
@@ -240,6 +249,22 @@ def _ray() -> Any:
     import ray
 
     return ray
+
+
+def _node_of(placement: Any) -> str:
+    """The address and id of the one node that a placement group has been packed on."""
+    ray = _ray()
+    node_id = ray.util.placement_group_table(placement)["bundles_to_node_id"][0]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return f"{addresses.get(node_id)} (Ray node {node_id})"
+
+
+def _session_dir() -> str:
+    """Where this node keeps the files of Ray's session."""
+    import ray._private.worker
+
+    worker: Any = ray._private.worker
+    return str(worker._global_node.get_session_dir_path())
 
 
 def _set_title(title: str) -> None:
@@ -262,8 +287,6 @@ def _watch_agents() -> subprocess.Popen[bytes]:
 
 
 def _start_local(config: ParallelConfig, run_dir: Path) -> None:
-    for name, value in _LOCAL_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     temp_dir = run_dir / "ray"
     with _without_dashboard():
         _ray().init(
@@ -314,12 +337,13 @@ def _without_dashboard() -> Iterator[None]:
 
 
 def _uses_gpu(config: ParallelConfig) -> bool:
-    """Whether every rank gets a GPU, from the configuration and what Ray sees."""
+    """Whether every rank gets a GPU, from the configuration and what Ray sees on the host that has most."""
     if config.device == "cpu":
         return False
-    found = int(_ray().cluster_resources().get("GPU", 0))
+    found = int(max(node["Resources"].get("GPU", 0) for node in _ray().nodes() if node["Alive"]))
     if config.device == "cuda" and found < config.tensor_parallel_size:
-        raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size} on GPUs, but Ray sees only {found}")
+        wanted = config.tensor_parallel_size
+        raise ConfigError(f"--tensor-parallel-size {wanted} on GPUs, but Ray sees at most {found} on one host")
     return found >= config.tensor_parallel_size
 
 

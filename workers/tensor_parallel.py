@@ -30,22 +30,21 @@ class TensorParallel:
         return cls(0, 1, None)
 
     @classmethod
-    def init(cls, rank: int, world_size: int, init_method: str, device: torch.device) -> TensorParallel:
-        """Join the group; returns when all ranks have. NCCL on cuda, gloo on cpu.
+    def init(cls, rank: int, world_size: int, meeting_point: str, device: torch.device) -> TensorParallel:
+        """Join the group; returns when all ranks have, which are on one host. NCCL on cuda, gloo on cpu.
 
-        init_method is `file://PATH` on one host (torch's TCPStore would listen on all interfaces): a path that no
-        earlier group has used. Gloo's and NCCL's own sockets are then bound to the loopback interface.
+        meeting_point is the path of a file that no earlier group has used (torch's TCPStore would listen on all
+        interfaces). Gloo's and NCCL's sockets are on loopback.
         """
         if world_size == 1:
             return cls.single()
-        if init_method.startswith("file://"):
-            loopback = "lo0" if sys.platform == "darwin" else "lo"
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback
-            os.environ["NCCL_SOCKET_IFNAME"] = loopback
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+        os.environ["NCCL_SOCKET_IFNAME"] = loopback
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            init_method=init_method,
+            init_method=f"file://{meeting_point}",
             rank=rank,
             world_size=world_size,
             device_id=device if on_gpu else None,

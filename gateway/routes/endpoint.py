@@ -43,8 +43,9 @@ class Call:
 
     async def parse(self, kind: type[Body]) -> tuple[Body, dict[str, str]]:
         """The body as `kind`, and the headers that name what in it was ignored."""
-        body = await read_json(self.scope, self.receive, max_bytes=self.service.max_body_bytes)
-        request, ignored = parse(kind, body, strict_params=self.service.config.server.strict_params)
+        service = self.service
+        body = await read_json(self.scope, self.receive, max_bytes=service.max_body_bytes, budget=service.body_budget)
+        request, ignored = parse(kind, body, strict_params=service.config.server.strict_params)
         return request, {"x-novainfer-ignored": ",".join(ignored)} if ignored else {}
 
     async def respond(self, response: Response) -> None:

@@ -8,6 +8,7 @@ the tokens it has, and goes on. Nothing is promised for an engine that stays sil
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import time
@@ -21,6 +22,8 @@ from novainfer.protocol.messages import (
     FINISH_CANCELLED,
     GATEWAY_SCHEMA,
     AddRequest,
+    AliasCancelled,
+    CancelAlias,
     CancelRequest,
     EngineInfo,
     EngineStats,
@@ -38,6 +41,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 0.5
 SILENCE_BEFORE_HELLO = 2.0  # stats come about once a second
 SILENCE_BEFORE_UNREADY = 5.0
+ANSWER_SECONDS = 5.0
 MESSAGES_PER_TURN = 64  # then other tasks of the loop have their turn
 
 
@@ -59,6 +63,8 @@ class EngineClient:
         self._endpoint = endpoint
         self._journal = Journal()
         self._streams: dict[str, RequestStream] = {}
+        self._answers: dict[int, asyncio.Future[bool]] = {}  # by the query that asked for it
+        self._queries = itertools.count()
         self._resumed_epoch = -1
         self._last_heard = time.monotonic()
         self._stats_at = self._last_heard
@@ -95,7 +101,7 @@ class EngineClient:
     def ready(self) -> bool:
         """The engine has loaded, takes requests, and was heard from lately."""
         info = self.info
-        return info is not None and info.ready and not info.draining and self.silence < SILENCE_BEFORE_UNREADY
+        return info is not None and info.ready and self.silence < SILENCE_BEFORE_UNREADY
 
     @property
     def silence(self) -> float:
@@ -152,6 +158,24 @@ class EngineClient:
         if entry.finished:
             self._end(request_id)
 
+    async def cancel_alias(self, alias: str, tenant: str) -> bool:
+        """End the tenant's requests with this alias in the engine, of whichever gateway; whether there were any.
+
+        They end at their own gateways. Raises `OverloadedError` if the engine does not answer.
+        """
+        if not self.ready or self._loop is None:
+            raise OverloadedError("The engine is not ready.", retry_after=2.0)
+        query = next(self._queries)
+        self._answers[query] = self._loop.create_future()
+        self._send(CancelAlias(query, tenant, alias))
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await self._answers[query]
+        except TimeoutError:
+            raise OverloadedError("The engine does not answer.", retry_after=2.0) from None
+        finally:
+            del self._answers[query]
+
     def fail_all(self, error: Exception, *, tell_engine: bool = False) -> None:
         """End every live request with `error`."""
         for entry in self._journal:
@@ -200,6 +224,10 @@ class EngineClient:
             self.stats, self._stats_at = message, time.monotonic()
         elif isinstance(message, RequestRejected):
             self._end(message.request_id, _refusal(message))
+        elif isinstance(message, AliasCancelled):
+            answer = self._answers.get(message.query)
+            if answer is not None and not answer.done():
+                answer.set_result(message.found)
         else:
             raise ProtocolError(f"a scheduler does not send {type(message).__name__}")
 

@@ -20,13 +20,15 @@ from setproctitle import setproctitle
 from novainfer.config import ServeConfig
 from novainfer.engine.core import EngineCore
 from novainfer.engine.metrics import collect_stats
-from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
+from novainfer.errors import ConfigError, EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.zmq_executor import ZmqExecutor
 from novainfer.protocol.messages import (
     FINISH_ERROR,
     GATEWAY_SCHEMA,
     AddRequest,
+    AliasCancelled,
+    CancelAlias,
     CancelRequest,
     EngineInfo,
     Hello,
@@ -161,8 +163,22 @@ class SchedulerServer:
         elif isinstance(message, CancelRequest):
             if self._engine is not None and self._owner.get(message.request_id) == identity:
                 self._publish(self._engine.cancel(message.request_id, message.choice), [])
+        elif isinstance(message, CancelAlias):
+            self._send(identity, AliasCancelled(message.query, self._cancel_alias(message)))
         else:
             logger.warning("dropped a %s: not for the scheduler", type(message).__name__)
+
+    def _cancel_alias(self, message: CancelAlias) -> bool:
+        if self._engine is None:
+            return False
+        request_ids = [
+            request_id
+            for request_id, request in self._engine.scheduler.requests.items()
+            if request.message.tenant == message.tenant and message.alias in request.message.aliases
+        ]
+        for request_id in request_ids:
+            self._publish(self._engine.cancel(request_id), [])
+        return bool(request_ids)
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         known = self._gateways.get(identity)
@@ -297,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         SchedulerServer(config, run_dir, args.replica).run()
-    except EngineError as error:
+    except (ConfigError, EngineError) as error:
         logger.error("%s", error)
         return 1
     return 0

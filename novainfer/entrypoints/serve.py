@@ -18,9 +18,11 @@ import setproctitle
 
 from novainfer.checkpoint import resolve_checkpoint
 from novainfer.config import ServeConfig, check
+from novainfer.entrypoints.keys import seal_keys
 from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
-from novainfer.transport.addresses import RunDir
+from novainfer.transport.addresses import RunDir, write_private
+from novainfer.transport.cluster import cluster_links
 
 
 def serve_command(arguments: argparse.Namespace) -> int:
@@ -39,7 +41,7 @@ def serve(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; 0 after an orderly end. Raises `ConfigError` before anything starts."""
     check(config)
     resolve_checkpoint(config.model.tokenizer or config.model.model, revision=config.model.revision)
-    config = with_port(config)
+    config = seal_keys(with_port(config))
     setproctitle.setproctitle("novainfer: supervisor")
     level = config.server.log_level.upper()
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s supervisor: %(message)s")
@@ -82,7 +84,8 @@ def run_directory(config: ServeConfig) -> Iterator[RunDir]:
         _take_lock(lock.fileno(), run_dir)
         if existed:
             stack.callback(_remove_files, run_dir)
-        _write_private(run_dir.config_file, config.to_json())
+        write_private(run_dir.config_file, config.to_json())
+        stack.enter_context(cluster_links(run_dir, config.parallel.cluster_host))
         yield run_dir
 
 
@@ -93,14 +96,8 @@ def _take_lock(descriptor: int, run_dir: RunDir) -> None:
         raise ConfigError(f"another server uses the run directory {run_dir.path}") from None
 
 
-def _write_private(path: Path, text: str) -> None:
-    """It holds API keys: nobody else may read it, not even for a moment."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-
-
 def _remove_files(run_dir: RunDir) -> None:
     for pattern in ("config.json", "lock", "supervisor", "scheduler-*"):
         for path in run_dir.path.glob(pattern):
             path.unlink(missing_ok=True)
+    shutil.rmtree(run_dir.path / "ray", ignore_errors=True)

@@ -52,12 +52,6 @@ STOP_TIMEOUT = 10.0  # seconds for a scheduler to exit
 FAULT_PATIENCE = 5.0  # seconds for the gateways to end their streams when the engine is gone
 WORKERS_TIMEOUT = 30.0  # seconds for Ray to take the workers down
 _LAST_WORD_PATIENCE = 0.2  # seconds that a dead child's last report may still be on its way
-_RAY_ENVIRONMENT = {
-    # Ray's C++ handler takes SIGTERM for a crash: it prints a stack and aborts us three seconds later.
-    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-    # Ray makes its workers nice to all others; on a CPU ours do the work that the others wait for.
-    "RAY_worker_niceness": "0",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +68,6 @@ def standard_launch(config: ServeConfig, run_dir: RunDir) -> Launch:
     where = ("--run-dir", str(run_dir.path))
 
     def ray_workers(epoch: int) -> WorkerGroup:
-        for name, value in _RAY_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
         from workers.ray_executor import RayWorkerGroup
 
         return RayWorkerGroup(config, run_dir, epoch=epoch)
@@ -99,7 +91,7 @@ class Supervisor:
             world_size=config.parallel.tensor_parallel_size,
             epoch=self.epoch,
         )
-        self._wakeups = Wakeups(run_dir.supervisor())
+        self._wakeups = Wakeups(run_dir)
         self._workers = WorkerThread(lambda: launch.workers(self.epoch), self._wakeups.nudge)
         self._progress = StartProgress()
         self._began = time.monotonic()

@@ -12,8 +12,8 @@ import zmq
 
 from novainfer.errors import ProtocolError
 from novainfer.protocol.supervision import SUPERVISOR_SCHEMA
-from novainfer.transport.addresses import Endpoint
-from novainfer.transport.channel import bind_pull
+from novainfer.transport.addresses import RunDir
+from novainfer.transport.channel import bind_pull, start_authenticator
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +23,23 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 class Wakeups:
     """Blocks until something happens; no polling. For the main thread, which alone may set signal handlers."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, run_dir: RunDir) -> None:
+        """Listen for reports. Raises `ConfigError` if somebody else does at the same address."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._reports = bind_pull(self._context, endpoint)
+        ranks = run_dir.rank_reports()
+        # One address where the ranks are on this host, two where they are not.
+        endpoints = dict.fromkeys((run_dir.supervisor(), ranks))
+        self._reports = [bind_pull(self._context, endpoint) for endpoint in endpoints]
+        self._authenticator = None if ranks.curve is None else start_authenticator(self._context, ranks.curve)
+        self._report_poller = zmq.Poller()
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._poller = zmq.Poller()
-        self._poller.register(self._reports, zmq.POLLIN)
         self._poller.register(self._reader, zmq.POLLIN)
+        for reports in self._reports:
+            self._poller.register(reports, zmq.POLLIN)
+            self._report_poller.register(reports, zmq.POLLIN)
         self._old_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Wakeups:
@@ -46,7 +54,10 @@ class Wakeups:
         signal.set_wakeup_fd(-1)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        self._reports.close()
+        for reports in self._reports:
+            reports.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
         self._reader.close()
         self._writer.close()
@@ -68,12 +79,13 @@ class Wakeups:
         """The reports that are there, or come within `patience` seconds if there is none yet."""
         messages = []
         timeout = int(patience * 1000)
-        while self._reports.poll(timeout):
+        while ready := self._report_poller.poll(timeout):
             timeout = 0
-            try:
-                messages.append(SUPERVISOR_SCHEMA.decode(self._reports.recv()))
-            except ProtocolError as error:
-                logger.warning("a malformed report was dropped: %s", error)
+            for reports, _ in ready:
+                try:
+                    messages.append(SUPERVISOR_SCHEMA.decode(reports.recv()))
+                except ProtocolError as error:
+                    logger.warning("a malformed report was dropped: %s", error)
         return messages
 
     def _read_signals(self) -> list[signal.Signals]:

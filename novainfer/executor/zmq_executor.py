@@ -21,7 +21,7 @@ from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
 from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, StepResult, WorkerFault, WorkerHello
 from novainfer.transport.addresses import Endpoint
-from novainfer.transport.channel import bind_router
+from novainfer.transport.channel import bind_router, start_authenticator
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,9 @@ class ZmqExecutor:
     """The ranks of one tensor-parallel group, behind a bound ROUTER socket. See `Executor` for the contract."""
 
     def __init__(self, endpoint: Endpoint, *, world_size: int, epoch: int, context: zmq.Context[Any]) -> None:
+        """Bind. Raises `ConfigError` if somebody else listens there."""
         self.socket: zmq.Socket[bytes] = bind_router(context, endpoint)
+        self._authenticator = None if endpoint.curve is None else start_authenticator(context, endpoint.curve)
         self._world_size = world_size
         self._epoch = epoch
         self._hellos: dict[int, tuple[bytes, WorkerHello]] = {}  # rank -> (socket identity, hello)
@@ -89,6 +91,8 @@ class ZmqExecutor:
         except EngineError:
             pass  # a rank that is gone needs no telling
         self.socket.close(linger=_CLOSE_LINGER_MS)
+        if self._authenticator is not None:
+            self._authenticator.stop()
 
     def _take_hellos(self, deadline: float) -> ExecutorInfo | None:
         while self._info is None and self._receive(deadline):

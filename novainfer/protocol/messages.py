@@ -1,8 +1,8 @@
 """What gateways and a scheduler say to each other. One record per fact; see `codec` for the wire form.
 
-Gateway -> scheduler: Hello, AddRequest, CancelRequest.   Scheduler -> gateway: EngineInfo, OutputBatch,
-RequestRejected, EngineStats.   Every token carries (epoch, request_id, choice, index): a consumer drops older
-epochs and indexes that it has, and treats a gap as a fault.
+Gateway -> scheduler: Hello, AddRequest, CancelRequest, CancelAlias.   Scheduler -> gateway: EngineInfo, OutputBatch,
+RequestRejected, EngineStats, AliasCancelled.   Every token carries (epoch, request_id, choice, index): a consumer drops
+older epochs and indexes that it has, and treats a gap as a fault.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class AddRequest:
     priority: int = 0
     deadline: float = 0.0  # seconds from acceptance, 0 = none
     emitted: list[list[int]] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)  # what else its tenant knows it by, at every gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,15 @@ class CancelRequest:
 
     request_id: str
     choice: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAlias:
+    """End the tenant's requests with this alias, whichever gateway they came from; answered by AliasCancelled."""
+
+    query: int
+    tenant: str
+    alias: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,6 @@ class EngineInfo:
     block_size: int = 0  # tokens
     num_blocks: int = 0
     max_num_seqs: int = 0
-    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +134,14 @@ class RequestRejected:
 
 
 @dataclass(frozen=True, slots=True)
+class AliasCancelled:
+    """The answer to the gateway's CancelAlias with the same `query`: whether there was such a request."""
+
+    query: int
+    found: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Gauges and running totals of one scheduler, sent about once a second and on Hello.
 
@@ -152,9 +169,11 @@ GATEWAY_SCHEMA = Schema(
         1: Hello,
         2: AddRequest,
         3: CancelRequest,
+        4: CancelAlias,
         16: EngineInfo,
         17: OutputBatch,
         18: RequestRejected,
         19: EngineStats,
+        20: AliasCancelled,
     },
 )

@@ -81,7 +81,6 @@ class StepResult:
     logprobs: list[Logprobs | None] = field(default_factory=list)  # empty, or [len(rows)]
     prompt_logprobs: list[RowPromptLogprobs] = field(default_factory=list)
     bad_rows: list[int] = field(default_factory=list)  # rows whose logits were not finite: that request's error
-    execute_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,8 @@ def _check_number(name: str, value: object, low: float, high: float, *, integral
     if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
         raise InvalidRequestError(f"{name} must be a finite {'integer' if integral else 'number'}.", param=name)
     if not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be between {low:g} and {high:g}.", param=name)
+        form = "d" if integral else "g"
+        raise InvalidRequestError(f"{name} must be between {low:{form}} and {high:{form}}.", param=name)
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ MAX_ID_LENGTH = 128
 
 def check_request(message: AddRequest, info: ExecutorInfo) -> None:
     """Raise `InvalidRequestError` unless the request can be run to its end by this engine."""
-    if not 0 < len(message.request_id) <= MAX_ID_LENGTH:
+    if not all(0 < len(name) <= MAX_ID_LENGTH for name in (message.request_id, *message.aliases)):
         raise InvalidRequestError(f"request ids have 1 to {MAX_ID_LENGTH} characters")
     params = message.params
     validate(params, vocab_size=info.vocab_size)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import os
 import stat
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,7 +15,6 @@ from novainfer.errors import ConfigError
 
 # sun_path holds 108 bytes with the final NUL; ZeroMQ needs the whole path in it.
 _MAX_IPC_PATH = 107
-_LOOPBACK = ("127.", "localhost", "[::1]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,9 @@ class CurveKeys:
     """Z85 keys of one server and the single client identity that may talk to it (40 characters each)."""
 
     server_public: str
-    server_secret: str
+    server_secret: str = field(repr=False)  # empty at a client
     client_public: str
-    client_secret: str
+    client_secret: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,31 @@ class Endpoint:
             return
         if not self.address.startswith("tcp://"):
             raise ConfigError(f"only ipc:// and tcp:// endpoints are supported, not {self.address}")
-        host = urlsplit(self.address).netloc
-        if self.curve is None and not host.startswith(_LOOPBACK):
+        if self.curve is None and not _is_loopback(urlsplit(self.address).hostname or ""):
             raise ConfigError(f"{self.address} is reachable from other hosts and needs CURVE keys")
+
+    def for_client(self) -> Endpoint:
+        """The same endpoint without the server's secret key, which is no business of those who connect."""
+        return self if self.curve is None else replace(self, curve=replace(self.curve, server_secret=""))
+
+    def to_json(self) -> str:
+        """For another process; `from_json` gives an equal object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Endpoint:
+        """Undo `to_json`."""
+        data = json.loads(text)
+        return cls(data["address"], None if data["curve"] is None else CurveKeys(**data["curve"]))
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The directory that holds a server's sockets and its resolved configuration."""
+    """The directory that holds a server's sockets and its resolved configuration.
+
+    The processes of a server share a host and talk over ipc: `gateways`, `supervisor`. Ranks may live on another host:
+    `workers` and `rank_reports` are ipc too, until `cluster_links` has published a tcp endpoint with CURVE keys here.
+    """
 
     path: Path
 
@@ -70,13 +88,46 @@ class RunDir:
         return self.path / "config.json"
 
     def gateways(self, replica: int) -> Endpoint:
-        """Where scheduler `replica` listens for gateways."""
-        return Endpoint(f"ipc://{self.path}/scheduler-{replica}.gateways")
-
-    def workers(self, replica: int) -> Endpoint:
-        """Where scheduler `replica` listens for its worker ranks."""
-        return Endpoint(f"ipc://{self.path}/scheduler-{replica}.workers")
+        """Where scheduler `replica` listens for gateways. Always ipc."""
+        return self._ipc(f"scheduler-{replica}.gateways")
 
     def supervisor(self) -> Endpoint:
-        """Where the supervisor listens for its children."""
-        return Endpoint(f"ipc://{self.path}/supervisor")
+        """Where the supervisor listens for its child processes. Always ipc."""
+        return self._ipc("supervisor")
+
+    def workers(self, replica: int) -> Endpoint:
+        """Where scheduler `replica` listens for its worker ranks: ipc, or tcp with keys."""
+        return self._published(self.workers_file(replica)) or self._ipc(f"scheduler-{replica}.workers")
+
+    def rank_reports(self) -> Endpoint:
+        """Where the supervisor listens for worker ranks: with its child processes, or tcp with keys."""
+        return self._published(self.rank_reports_file) or self.supervisor()
+
+    def workers_file(self, replica: int) -> Path:
+        """The tcp endpoint of `workers`, if ranks may live on other hosts. Holds secret keys."""
+        return self.path / f"scheduler-{replica}.workers.json"
+
+    @property
+    def rank_reports_file(self) -> Path:
+        """The tcp endpoint of `rank_reports`, if ranks may live on other hosts. Holds secret keys."""
+        return self.path / "supervisor.ranks.json"
+
+    def _ipc(self, name: str) -> Endpoint:
+        return Endpoint(f"ipc://{self.path}/{name}")
+
+    def _published(self, file: Path) -> Endpoint | None:
+        return Endpoint.from_json(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file that holds keys: nobody else may read it, not even for a moment."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

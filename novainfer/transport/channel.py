@@ -15,6 +15,9 @@ from novainfer.transport.addresses import CurveKeys, Endpoint
 if zmq.zmq_version_info() < (4, 3, 3):
     raise ConfigError("libzmq 4.3.3 or newer is needed: older ones have remote memory errors")
 
+_ZAP_DOMAIN = "novainfer"
+_KEEPALIVE_SECONDS = 60
+
 S = TypeVar("S", bound="zmq.Socket[bytes]")
 
 
@@ -53,20 +56,21 @@ def connect_push(context: zmq.Context[S], endpoint: Endpoint) -> S:
 
 
 def start_authenticator(context: zmq.Context[S], keys: CurveKeys) -> zmq.auth.thread.ThreadAuthenticator:
-    """Let only the holder of the client key talk to this context's CURVE servers. Stop it before `term`."""
+    """Let only the holder of the client key talk to this context's CURVE servers; until then nobody can.
+
+    One per context; its other sockets are not concerned. Stop it before `term`.
+    """
     authenticator = zmq.auth.thread.ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(
-        domain="*", credentials_provider=_OneClient(zmq.utils.z85.decode(keys.client_public))
-    )
+    authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=_OneClient(keys.client_public))
     return authenticator
 
 
 class _OneClient:
-    """ZAP credentials: the one client public key of this server start (32 bytes)."""
+    """ZAP credentials: the one client public key of this server start, in Z85."""
 
-    def __init__(self, public_key: bytes) -> None:
-        self._public_key = public_key
+    def __init__(self, public_key: str) -> None:
+        self._public_key = public_key.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._public_key
@@ -78,6 +82,9 @@ def _configure(socket: S) -> S:
     # Credit is counted by the callers (bounded queues); a silent drop at a high-water mark would lose tokens.
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
+    # For tcp: an idle server's link to its ranks carries nothing for hours, and what lies between may forget it.
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_SECONDS)
     return socket
 
 
@@ -86,7 +93,15 @@ def _bind(socket: S, endpoint: Endpoint) -> S:
     if endpoint.curve is not None:
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, endpoint.curve.server_secret.encode())
-    socket.bind(endpoint.address)
+        # Without an authenticator ZeroMQ would let in whoever knows the server's public key.
+        socket.set(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.set(zmq.IPV6, _is_ipv6(endpoint))
+    try:
+        socket.bind(endpoint.address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ConfigError(f"cannot listen on {endpoint.address}: {error.strerror}") from None
     if endpoint.address.startswith("ipc://"):
         os.chmod(endpoint.address[6:], 0o600)
     return socket
@@ -98,7 +113,12 @@ def _connect(socket: S, endpoint: Endpoint) -> S:
         socket.set(zmq.CURVE_SERVERKEY, endpoint.curve.server_public.encode())
         socket.set(zmq.CURVE_PUBLICKEY, endpoint.curve.client_public.encode())
         socket.set(zmq.CURVE_SECRETKEY, endpoint.curve.client_secret.encode())
+    socket.set(zmq.IPV6, _is_ipv6(endpoint))
     socket.set(zmq.RECONNECT_IVL, 20)
     socket.set(zmq.RECONNECT_IVL_MAX, 500)
     socket.connect(endpoint.address)
     return socket
+
+
+def _is_ipv6(endpoint: Endpoint) -> bool:
+    return endpoint.address.startswith("tcp://[")

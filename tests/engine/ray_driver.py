@@ -41,6 +41,7 @@ def main() -> None:
         "tokens": [token for result in results if result is not None for token in result.token_ids],
         "epoch": executor.info.epoch,
         "processes": [(process.pid, process.create_time(), process.cmdline()[:1]) for process in processes],
+        "niceness": [process.nice() for process in processes if "novainfer: worker" in process.cmdline()[0]],
         "listening": [
             connection.laddr.ip
             for process in [psutil.Process(), *processes]

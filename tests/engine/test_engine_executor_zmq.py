@@ -14,7 +14,8 @@ from novainfer.config import CacheConfig, ModelConfig, ParallelConfig, Scheduler
 from novainfer.errors import EngineError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.zmq_executor import ZmqExecutor
-from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, StepResult, WorkerFault, WorkerHello
+from novainfer.protocol.codec import MAX_MESSAGE_BYTES
+from novainfer.protocol.step import WORKER_SCHEMA, NewBlocks, Shutdown, StepPlan, StepResult, WorkerFault, WorkerHello
 from novainfer.protocol.supervision import SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted, LoadProgress
 from novainfer.transport.addresses import Endpoint, RunDir
 from novainfer.transport.channel import bind_pull, connect_dealer
@@ -97,6 +98,19 @@ def test_two_plans_when_submitted_then_every_rank_gets_both_and_results_come_in_
     assert ranks.executor.collect(0) is None
 
 
+def test_a_plan_larger_than_a_message_when_submitted_then_engine_error_and_the_ranks_hear_only_the_next(
+    ranks: Ranks,
+) -> None:
+    ranks.ready()
+    blocks = [2**63 - 1] * (MAX_MESSAGE_BYTES // 9 + 1)  # nine bytes each
+    with pytest.raises(EngineError, match=r"step 0 .* more than a message may have"):
+        ranks.executor.submit(StepPlan(1, 0, rows=[], num_new_tokens=[], new_blocks=[NewBlocks(0, blocks)]))
+    ranks.executor.submit(plan(0))
+    assert [ranks.hear(rank) for rank in range(2)] == [plan(0)] * 2
+    ranks.say(0, result(0))
+    assert ranks.executor.collect(WAIT) == result(0)
+
+
 def test_stale_results_when_they_arrive_then_they_are_dropped(ranks: Ranks) -> None:
     ranks.ready()
     ranks.executor.submit(plan(0))
@@ -166,7 +180,7 @@ def launch(run_dir: RunDir, model: str) -> RankLaunch:
         scheduler=SchedulerConfig(max_num_seqs=2),
         parallel=ParallelConfig(device="cpu", kernel_backend="reference", threads_per_worker=1),
     )
-    place = RankPlace(rank=0, world_size=1, epoch=1, init_method="")
+    place = RankPlace(rank=0, world_size=1, epoch=1, meeting_point="")
     return RankLaunch(
         config=config, replica=0, place=place, scheduler=run_dir.workers(0), supervisor=run_dir.supervisor()
     )

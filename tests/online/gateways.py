@@ -15,6 +15,7 @@ from gateway.process import GatewayServer, bind_http, build_server
 from gateway.service import GatewayService
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ModelConfig, ServeConfig, ServerConfig
+from novainfer.entrypoints.keys import seal_keys
 from novainfer.transport.addresses import Endpoint
 from tests.fakes import ScriptedScheduler
 
@@ -24,7 +25,8 @@ SERVED_NAME = "org/tiny"
 def config_for(model: Path, **server: object) -> ServeConfig:
     """A configuration for the checkpoint in `model` on any free port."""
     settings = replace(ServerConfig(port=0, drain_timeout=10.0, log_level="error"), **server)  # type: ignore[arg-type]
-    return ServeConfig(model=ModelConfig(model=str(model), served_model_name=(SERVED_NAME, "alias")), server=settings)
+    names = ModelConfig(model=str(model), served_model_name=(SERVED_NAME, "alias"))
+    return seal_keys(ServeConfig(model=names, server=settings))
 
 
 class GatewayThread:
@@ -37,7 +39,7 @@ class GatewayThread:
         self.service = GatewayService.load(config, self.client)
         self.server: GatewayServer = build_server(
             self.service,
-            KeyRing.load(config.server),
+            KeyRing.of(config),
             drain_timeout=config.server.drain_timeout,
             log_level=config.server.log_level,
         )

@@ -74,6 +74,17 @@ def test_given_a_field_out_of_bounds_when_sent_then_400_names_it(pair: Pair, fie
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "bounds"),
+    [("max_tokens", 2**31, "1 and 2147483647"), ("top_p", 1.5, "0 and 1"), ("repetition_penalty", 0, "0.01 and 100")],
+)
+def test_given_a_number_out_of_bounds_when_sent_then_the_bounds_are_written_out(
+    pair: Pair, field: str, value: float, bounds: str
+) -> None:
+    message = pair.post(TEXT, {"prompt": "hello", field: value}).json()["error"]["message"]
+    assert message == f"{field} must be between {bounds}."
+
+
+@pytest.mark.parametrize(
     ("path", "field", "value"),
     [
         (CHAT, "messages", []),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_given_a_configuration_that_cannot_work_when_started_then_a_fault_is_rep
     if fault == "model":
         config = config_for(tmp_path / "nothing")
     elif fault == "keys":
-        config = config_for(tiny_model, api_key_file=str(tmp_path / "nothing"))
+        config = replace(config, server=replace(config.server, api_key=("not sealed",)))
     else:
         config = config_for(tiny_model, host="203.0.113.1")
     supervisor = Supervisor(tmp_path / "run", config)

@@ -1,4 +1,4 @@
-"""Every family against transformers: same greedy tokens, log-probabilities within 1e-4, on one rank and on two."""
+"""Every family against transformers: same greedy tokens, log-probabilities within 1e-4, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.parity.harness import (
     ragged_prompts,
     transformers_greedy,
 )
+from tests.parity.ray_groups import run_groups
 from workers.models.transformers_backend import TransformersModel
 from workers.tensor_parallel import TensorParallel
 
@@ -110,3 +111,16 @@ def test_families_given_several_ranks_when_decoded_greedily_then_equal_transform
     assert all(generations == seen[0] for generations in seen)
     for name in names:
         assert_same(Generation(**seen[0][name]), expected(name))
+
+
+@pytest.mark.timeout(600)
+def test_families_given_two_ranks_on_ray_when_run_by_the_whole_engine_then_equal_transformers(
+    checkpoint: Build, expected: Expect, tmp_path: Path
+) -> None:
+    folders = {name: str(checkpoint(name)) for name in FAMILIES}
+    process = multiprocessing.get_context("spawn").Process(target=run_groups, args=(folders, 2, str(tmp_path)))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    for name in FAMILIES:
+        assert_same(Generation(**json.loads((tmp_path / f"{name}.json").read_text())), expected(name))

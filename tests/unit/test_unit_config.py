@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
-from novainfer.config import COMPONENTS, ServeConfig, check
+from novainfer.config import COMPONENTS, KeyDigest, ServeConfig, check
 from novainfer.entrypoints.options import build_config
 from novainfer.errors import ConfigError
 
@@ -34,6 +34,30 @@ def test_a_value_that_cannot_work_when_checked_then_the_error_names_its_flag(
         check(build_config({name: value}))
 
 
+@pytest.mark.parametrize(
+    ("host", "ray_address", "words"),
+    [
+        ("192.0.2.1", None, "needs --ray-address"),
+        ("0.0.0.0", "auto", "no address that another host could connect to"),
+        ("::", "auto", "no address that another host could connect to"),
+        ("*", "auto", "must be an IP address"),
+        ("", "auto", "must be an IP address"),
+        ("192.0.2.1:6379", "auto", "must be an IP address"),
+        ("node.example.com", "auto", "must be an IP address"),
+    ],
+)
+def test_a_cluster_host_that_cannot_be_reached_when_checked_then_the_error_says_why(
+    host: str, ray_address: str | None, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--cluster-host.*{words}"):
+        check(build_config({"cluster_host": host, "ray_address": ray_address}))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+def test_a_cluster_host_when_checked_with_a_cluster_then_it_can_work(host: str) -> None:
+    check(build_config({"cluster_host": host, "ray_address": "auto"}))
+
+
 def test_the_defaults_when_checked_then_they_can_work() -> None:
     check(ServeConfig())
 
@@ -45,7 +69,9 @@ def test_a_config_when_someone_writes_to_it_then_it_refuses() -> None:
 
 def test_a_config_when_sent_as_json_then_it_comes_back_equal_with_its_tuples() -> None:
     config = ServeConfig()
-    config = replace(config, server=replace(config.server, api_key=("a", "b"), drain_timeout=1.5))
+    config = replace(
+        config, server=replace(config.server, api_key=("a", "b"), drain_timeout=1.5), keys=(KeyDigest("team", "00"),)
+    )
     assert ServeConfig.from_json(config.to_json()) == config
 
 

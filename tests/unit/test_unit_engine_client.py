@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from novainfer.client import engine_client
 from novainfer.client.engine_client import EngineClient
 from novainfer.client.stream import RequestStream
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
-from novainfer.protocol.messages import AddRequest, OutputBatch, RequestRejected, TokenOutput
+from novainfer.protocol.messages import FINISH_CANCELLED, AddRequest, OutputBatch, RequestRejected, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.transport.addresses import Endpoint
 from tests.fakes import ScriptedScheduler, oracle_tokens
@@ -115,6 +116,38 @@ def test_given_an_error_output_when_read_then_engine_error_after_the_tokens(sche
         scheduler.run_in_thread(lambda: scheduler.send_all(OutputBatch(1, 9, [fail])))
         with pytest.raises(EngineError, match="bad row"):
             await read(stream)
+
+    with_client(scheduler, body)
+
+
+def test_given_an_alias_when_another_gateway_cancels_then_only_its_own_tenant_may(scheduler: ScriptedScheduler) -> None:
+    scheduler.tokens_before_pause = 2
+
+    async def body(client: EngineClient) -> None:
+        other = EngineClient(scheduler.endpoint, gateway_id="gateway-1")
+        await other.start()
+        await other.wait_ready()
+        stream = client.submit(replace(request(), tenant="a", aliases=["chat", "http"]))
+        assert not await other.cancel_alias("http", "b")
+        assert not await other.cancel_alias("nothing", "a")
+        assert await other.cancel_alias("http", "a")
+        ends = [item.finish_reason async for item in stream if isinstance(item, TokenOutput)]
+        assert ends[-1] == FINISH_CANCELLED
+        assert not await other.cancel_alias("chat", "a")
+        await other.close()
+
+    with_client(scheduler, body)
+
+
+def test_given_a_silent_engine_when_an_alias_is_cancelled_then_overloaded(
+    scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "ANSWER_SECONDS", 0.1)
+
+    async def body(client: EngineClient) -> None:
+        await in_thread(scheduler.close)
+        with pytest.raises(OverloadedError):
+            await client.cancel_alias("chat", "a")
 
     with_client(scheduler, body)
 

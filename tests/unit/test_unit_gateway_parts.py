@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from gateway import body as body_module
 from gateway.auth import KeyRing
-from gateway.body import read_json
+from gateway.body import ByteBudget, read_json
 from gateway.errors import ApiError, to_api_error
 from gateway.limits import Limits
 from gateway.params import resolve_params
 from gateway.schemas import ChatRequest, CompletionRequest, parse
 from gateway.sse import event, json_string
-from novainfer.config import ServerConfig
+from novainfer.config import ServeConfig, ServerConfig
+from novainfer.entrypoints.keys import seal_keys
 from novainfer.errors import ConfigError, EngineError, InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import EngineInfo
 from novainfer.text.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ def bearer(key: bytes) -> list[tuple[bytes, bytes]]:
 def test_given_keys_from_all_sources_when_loaded_then_tenants_are_names_or_hashes(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("team a:secret:with:colons\n\n# no\nplain\n")
-    ring = KeyRing.load(ServerConfig(api_key=("one",), api_key_file=str(path)))
+    ring = KeyRing.of(seal_keys(ServeConfig(server=ServerConfig(api_key=("one",), api_key_file=str(path)))))
     assert ring.tenant(bearer(b"secret:with:colons")) == "team a"
     tenants = {ring.tenant(bearer(key)) for key in (b"one", b"plain")}
     assert all(tenant and tenant.startswith("key-") and len(tenant) == 12 for tenant in tenants)
@@ -49,11 +50,17 @@ def test_given_keys_from_all_sources_when_loaded_then_tenants_are_names_or_hashe
 
 
 def test_given_no_keys_when_asked_then_everybody_may_and_an_empty_file_is_an_error(tmp_path: Path) -> None:
-    assert KeyRing.load(ServerConfig()).tenant([]) == ""
+    assert KeyRing.of(ServeConfig()).tenant([]) == ""
     for content in ("", "# only\n", "name:\n"):
         (tmp_path / "keys").write_text(content)
         with pytest.raises(ConfigError):
-            KeyRing.load(ServerConfig(api_key_file=str(tmp_path / "keys")))
+            seal_keys(ServeConfig(server=ServerConfig(api_key_file=str(tmp_path / "keys"))))
+
+
+@pytest.mark.parametrize("server", [ServerConfig(api_key=("one",)), ServerConfig(api_key_file="keys")])
+def test_given_keys_that_are_not_sealed_when_a_gateway_gets_them_then_it_refuses(server: ServerConfig) -> None:
+    with pytest.raises(ConfigError, match="digests"):
+        KeyRing.of(ServeConfig(server=server))
 
 
 def test_given_places_when_reserved_and_released_twice_then_the_count_is_true() -> None:
@@ -156,7 +163,7 @@ def test_given_a_body_that_stalls_when_read_then_408(monkeypatch: pytest.MonkeyP
 
     scope = {"headers": [(b"content-type", b"application/json")]}
     with pytest.raises(ApiError) as caught:
-        asyncio.run(read_json(scope, receive, max_bytes=10))
+        asyncio.run(read_json(scope, receive, max_bytes=10, budget=ByteBudget(10)))
     assert caught.value.status == 408
 
 

@@ -12,6 +12,8 @@ from novainfer.protocol.codec import Schema
 from novainfer.protocol.messages import (
     GATEWAY_SCHEMA,
     AddRequest,
+    AliasCancelled,
+    CancelAlias,
     CancelRequest,
     EngineInfo,
     EngineStats,
@@ -33,8 +35,10 @@ PARAMS = SamplingParams(
 LOGPROBS = Logprobs(5, -0.5, 1, [5, 6], [-0.5, -1.5])
 MESSAGES = [
     Hello("g"),
-    AddRequest("r", [1, 2, 2**31], PARAMS, [7], tenant="t", emitted=[[1], []], deadline=2.5),
+    AddRequest("r", [1, 2, 2**31], PARAMS, [7], tenant="t", emitted=[[1], []], deadline=2.5, aliases=["chat"]),
     CancelRequest("r", 1),
+    CancelAlias(7, "t", "chat"),
+    AliasCancelled(7, True),
     EngineInfo(3, True, 100, 2048, 16, 10, 4),
     OutputBatch(1, 2, [TokenOutput("r", 0, 5, [9], "stop", 9, [LOGPROBS])], [PromptLogprobs("r", 1, [LOGPROBS])]),
     RequestRejected("r", 503, "full", retry_after=1.0),
@@ -42,7 +46,7 @@ MESSAGES = [
 ]
 STEPS = [
     StepPlan(1, 2, [0, 3], [1, 7], [4], [NewRow(3, [1, 2], 2, 0, [9], PARAMS, 1, [7])], [NewBlocks(0, [8])], [1], [2]),
-    StepResult(1, 2, [0], [5], [None, LOGPROBS], [RowPromptLogprobs(3, 1, [LOGPROBS])], [0], 12),
+    StepResult(1, 2, [0], [5], [None, LOGPROBS], [RowPromptLogprobs(3, 1, [LOGPROBS])], [0]),
 ]
 
 

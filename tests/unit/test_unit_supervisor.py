@@ -192,6 +192,7 @@ def test_a_run_directory_that_was_there_when_the_server_ends_then_only_our_files
     (folder / "mine").write_text("keep")
     with run_directory(ServeConfig(server=ServerConfig(run_dir=str(folder)))):
         (folder / "scheduler-0.workers").write_text("")
+        (folder / "ray" / "session").mkdir(parents=True)
     assert [path.name for path in folder.iterdir()] == ["mine"]
 
 

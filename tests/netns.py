@@ -1,0 +1,89 @@
+"""Two "hosts" on one machine for tests of what runs between hosts: namespaces of network, processes and mounts.
+
+A host has its own interface, loopback, /tmp, /dev/shm and process ids. Everything in it dies with its first process,
+which ends when its standard input does: so nothing outlives the test, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+
+ADDRESSES = "10.213.0.1", "10.213.0.2"
+_PATIENCE = 60  # seconds; only a failing test waits that long
+# The shell stays to take the orphans of the host away once they have ended.
+_FIRST_PROCESS = """
+mount --bind "$0" /tmp && mount -t tmpfs -o size=512m tmpfs /dev/shm && ip link set lo up && echo ready && cat
+exit
+"""
+_UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def why_not() -> str | None:
+    """What this machine lacks to be two hosts, if anything."""
+    missing = [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
+    return None if tried.returncode == 0 else f"no namespaces here: {tried.stderr.strip()}"
+
+
+class Host:
+    """One of the two. Commands run in it with `prefix`; its /tmp is the folder `tmp` here."""
+
+    def __init__(self, tmp: Path, address: str) -> None:
+        tmp.mkdir()
+        self.tmp, self.address = tmp, address
+        self._process = subprocess.Popen(
+            [*_UNSHARE, "sh", "-c", _FIRST_PROCESS, str(tmp)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+        self.pid = psutil.Process(self._process.pid).children()[0].pid  # of its first process
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """To be put before a command."""
+        return ("nsenter", "--target", str(self.pid), "--net", "--mount", "--pid", "--")
+
+    def run(self, *command: str, environ: dict[str, str] | None = None) -> str:
+        """Run a command to its end and return its standard output; an exit status other than 0 is an error."""
+        done = subprocess.run(
+            [*self.prefix, *command], capture_output=True, text=True, env=environ, timeout=_PATIENCE, check=False
+        )
+        assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def holds(self, pid: int) -> bool:
+        """Whether a process (by its pid outside) is in this host's network."""
+        return os.readlink(f"/proc/{pid}/ns/net") == os.readlink(f"/proc/{self.pid}/ns/net")
+
+    def close(self) -> None:
+        """End the host and everything in it."""
+        self._process.communicate(timeout=_PATIENCE)
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
+    """Two hosts with one wire between them; `folder` is where their files lie."""
+    with ExitStack() as stack:
+        hosts = []
+        for number, address in enumerate(ADDRESSES):
+            hosts.append(Host(folder / f"host-{number}", address))
+            stack.callback(hosts[-1].close)
+        first, second = hosts
+        # From the first one's network, but with our process ids, by which the second is named.
+        wire = ("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second.pid))
+        subprocess.run(["nsenter", "--target", str(first.pid), "--net", *wire], check=True)
+        for host, other in ((first, second), (second, first)):
+            host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+            host.run("ip", "link", "set", "eth0", "up")
+            # Ray finds its own address by asking which one would be used to go out.
+            host.run("ip", "route", "add", "default", "via", other.address)
+        yield first, second

@@ -1,0 +1,111 @@
+"""Bodies that are wide rather than large, and many that are held open: refused before they cost time or memory."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.body import MAX_ITEMS, MAX_NODES
+from gateway.service import BODIES_AT_ONCE
+from novainfer.text.tokenizer import Tokenizer
+from tests.fakes import ScriptedScheduler
+from tests.online.conftest import Pair
+from tests.online.gateways import GatewayThread, start_pair
+
+pytestmark = pytest.mark.stage2
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+JSON = {"content-type": "application/json"}
+MIB = 1024 * 1024
+
+
+def listed(item: str, count: int) -> str:
+    return '{"prompt": "a", "x": [' + ",".join([item] * count) + "]}"
+
+
+WIDE = {
+    "lists": listed("[]", 2 * MIB),
+    "objects": listed("{}", MAX_NODES),
+    "numbers": listed("1", MAX_ITEMS + 2),
+    "strings": listed('""', 2 * MIB),
+    "escapes": listed(r'"\""', MIB),
+    "keys": '{"prompt": "a", "x": {' + ",".join(f'"{i}":1' for i in range(MAX_NODES)) + "}}",
+    "no end": '{"x": [' + "," * (MAX_ITEMS + 1) + '"' + r"\"" * MIB + "\\",
+}
+
+
+@pytest.mark.parametrize("body", WIDE.values(), ids=WIDE.keys())
+def test_given_a_body_of_very_many_values_when_sent_then_400_says_how_many_there_may_be(pair: Pair, body: str) -> None:
+    reply = pair.http.post("/v1/completions", content=body.encode(), headers=JSON)
+    assert reply.status_code == 400
+    assert f"{MAX_ITEMS} items" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["code"] == "invalid_json"
+    assert not pair.scheduler.added
+
+
+TEXT = "[{:," * (MAX_ITEMS + 1) + r"\"" + '"'
+TOOL_CALL = {"id": "call", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, 2]}'}}
+TURNS = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+]
+LEGITIMATE = {
+    "punctuation in a text": {**BODY, "user": TEXT},
+    "the longest history": {**BODY, "unknown": TURNS * 8192},
+    "a long prompt of ids": {**BODY, "unknown": [123456] * 131_072},
+    "full lists": {
+        **BODY,
+        "banned_token_ids": [5] * 4096,
+        "stop_token_ids": [5] * 4096,
+        "logit_bias": {str(i): 1 for i in range(256)},
+    },
+}
+
+
+@pytest.mark.parametrize("body", LEGITIMATE.values(), ids=LEGITIMATE.keys())
+def test_given_a_large_body_of_a_sane_kind_when_sent_then_it_is_answered(pair: Pair, body: dict[str, Any]) -> None:
+    reply = pair.post(CHAT, body)
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "bad_words"])
+def test_given_a_list_with_many_wrong_items_when_sent_then_one_complaint_is_the_answer(pair: Pair, field: str) -> None:
+    reply = pair.post("/v1/completions", {"prompt": "a", field: [None] * 100_000})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+@pytest.fixture
+def small_bodies(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[ScriptedScheduler, GatewayThread]]:
+    """A gateway that reads bodies of at most 1 MiB, and so `BODIES_AT_ONCE` MiB in all."""
+    vocab_size = Tokenizer.load(tiny_model).vocab_size
+    scheduler, gateway = start_pair(tiny_model, tmp_path / "run", vocab_size, max_body_mib=1)
+    yield scheduler, gateway
+    gateway.close()
+    scheduler.close()
+
+
+def test_given_slow_uploads_when_they_hold_all_the_memory_for_bodies_then_others_get_503_until_they_leave(
+    small_bodies: tuple[ScriptedScheduler, GatewayThread],
+) -> None:
+    scheduler, gateway = small_bodies
+    budget = gateway.service.body_budget
+    whole = budget.left
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {MIB}\r\n\r\n"
+    uploads = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(BODIES_AT_ONCE)]
+    for upload in uploads:
+        upload.sendall(head.encode() + b" " * (MIB - 1))
+    scheduler.wait_for(lambda: budget.left == whole - BODIES_AT_ONCE * (MIB - 1))
+    with gateway.http() as http:
+        refused = http.post(CHAT, json={**BODY, "user": "x" * BODIES_AT_ONCE})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert refused.headers["retry-after"] == "1"
+        for upload in uploads:
+            upload.close()
+        scheduler.wait_for(lambda: budget.left == whole)
+        assert http.post(CHAT, content=json.dumps(BODY), headers=JSON).status_code == 200
