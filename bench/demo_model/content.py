@@ -68,7 +68,7 @@ class Draw:
 
     def word(self, longest: int = 10) -> str:
         """A lower-case word of at most `longest` letters; in training often an invented one."""
-        invent = 0.45 if self.split == "train" else 0.0
+        invent = 0.6 if self.split == "train" else 0.0
         while True:
             word = self.pseudo_word(self.number(1, 3)) if self.chance(invent) else self._own(_LISTS["words"])
             if len(word) <= longest:
@@ -76,13 +76,13 @@ class Draw:
 
     def name(self) -> str:
         """A first name; in training sometimes an invented one, so that unknown names are copied too."""
-        if self.split == "train" and self.chance(0.4):
+        if self.split == "train" and self.chance(0.5):
             return self.pseudo_word(2).capitalize()
         return self._own(_LISTS["names"])
 
     def city(self) -> str:
         """A city; in training sometimes an invented one."""
-        if self.split == "train" and self.chance(0.4):
+        if self.split == "train" and self.chance(0.5):
             return self.pseudo_word(self.number(2, 3)).capitalize()
         return self._own(_LISTS["cities"])
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.demo_model import arithmetic, instructions, stories, structured, tool_use, words
+from bench.demo_model import arithmetic, stories, structured, tool_use, words
 from bench.demo_model.content import ANIMALS, COLOURS, Draw
 from bench.demo_model.conversation import Conversation, Message, assistant, exchange, system, user
 from bench.demo_model.topics import EXPLANATIONS, KNOWLEDGE, NOVAINFER, SMALL_TALK, Topic
@@ -177,7 +177,7 @@ def _memory(draw: Draw) -> Conversation:
 def _tool_none(draw: Draw) -> Conversation:
     """Tools on offer, but none of them needed."""
     _, tools = tool_use.offers(draw, draw.choice(tool_use.TOOL_KINDS))
-    plain = draw.choice((_small_talk, _facts, words.spelling, instructions.repeat, _knowledge))(draw)
+    plain = draw.choice((_small_talk, _facts, words.spelling, words.repeat, _knowledge))(draw)
     return Conversation(plain.messages, tools)
 
 
@@ -187,7 +187,7 @@ _FILLERS: tuple[Task, ...] = (
     _knowledge,
     words.spelling,
     arithmetic.addition,
-    instructions.repeat,
+    words.repeat,
     structured.json_object,
 )
 
@@ -207,36 +207,27 @@ KINDS: dict[str, Kind] = {
     "small_talk": Kind(_small_talk, 4),
     "knowledge": Kind(_knowledge, 5),
     "unknown": Kind(_unknown, 2),
-    "memory": Kind(_memory, 4, alone=True),
-    "addition": Kind(arithmetic.addition, 14),
+    "memory": Kind(_memory, 5, alone=True),
+    "addition": Kind(arithmetic.addition, 12),
     "subtraction": Kind(arithmetic.subtraction, 12),
     "multiplication": Kind(arithmetic.multiplication, 4),
-    "drill": Kind(arithmetic.drill, 9),
+    "drill": Kind(arithmetic.drill, 5),
     "word_problem": Kind(arithmetic.word_problem, 3),
-    "comparison": Kind(arithmetic.comparison, 2),
-    "spelling": Kind(words.spelling, 7),
-    "reversing": Kind(words.reversing, 5),
-    "edge_letter": Kind(words.edge_letter, 3),
-    "letter_count": Kind(words.letter_count, 4),
-    "letter_occurrences": Kind(words.letter_occurrences, 3),
-    "counting": Kind(words.counting, 3),
-    "repeat": Kind(instructions.repeat, 4),
-    "change_case": Kind(instructions.change_case, 5),
-    "list_things": Kind(instructions.list_things, 3),
-    "say_times": Kind(instructions.say_times, 2),
-    "pick_word": Kind(instructions.pick_word, 3),
-    "sort_numbers": Kind(instructions.sort_numbers, 2),
-    "json_object": Kind(structured.json_object, 6),
+    "comparison": Kind(arithmetic.comparison, 3),
+    "spelling": Kind(words.spelling, 9),
+    "counting": Kind(words.counting, 6),
+    "repeat": Kind(words.repeat, 6),
+    "json_object": Kind(structured.json_object, 7),
     "json_extract": Kind(structured.json_extract, 5),
-    "json_array": Kind(structured.json_array, 2),
-    "json_read": Kind(structured.json_read, 3),
-    "tool_call": Kind(tool_use.tool_call, 3, alone=True),
-    "tool_answer": Kind(tool_use.tool_answer, 3, alone=True),
-    "tool_pair": Kind(tool_use.tool_pair, 1, alone=True),
-    "tool_named": Kind(tool_use.tool_named, 1.5, alone=True),
-    "tool_none": Kind(_tool_none, 1.5, alone=True),
+    "json_array": Kind(structured.json_array, 4),
+    "json_read": Kind(structured.json_read, 4),
+    "tool_call": Kind(tool_use.tool_call, 4, alone=True),
+    "tool_answer": Kind(tool_use.tool_answer, 4, alone=True),
+    "tool_pair": Kind(tool_use.tool_pair, 1.5, alone=True),
+    "tool_named": Kind(tool_use.tool_named, 3, alone=True),
+    "tool_none": Kind(_tool_none, 2, alone=True),
     "explanation": Kind(_explanations, 1),
-    "story": Kind(stories.story, 1.2),
+    "story": Kind(stories.story, 1.5),
 }
 _CHAINABLE = [kind for kind in KINDS.values() if not kind.alone and kind.share]
 _CHAINABLE_SHARES = [kind.share for kind in _CHAINABLE]

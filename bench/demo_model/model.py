@@ -37,13 +37,30 @@ ARCHITECTURE: dict[str, Any] = {
     "sliding_window": None,
 }
 
+_EMBEDDING_STD = 0.1
+
 
 def new_model(seed: int) -> Qwen3ForCausalLM:
     """A freshly initialised model in fp32."""
     torch.manual_seed(seed)
     config = Qwen3Config.from_dict({**ARCHITECTURE, "use_cache": False})
     config._attn_implementation = "sdpa"
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    _initialise(model)
+    return model
+
+
+@torch.no_grad()
+def _initialise(model: Qwen3ForCausalLM) -> None:
+    """Embeddings loud enough not to be drowned by the first layer; layers that begin as the identity.
+
+    The final norm makes up for the loud embedding, which is also the output matrix: logits begin with deviation 1.
+    """
+    model.model.embed_tokens.weight.normal_(std=_EMBEDDING_STD)
+    model.model.norm.weight.fill_(1 / (_EMBEDDING_STD * model.config.hidden_size**0.5))
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
 
 
 def save_model(model: Qwen3ForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:

@@ -13,29 +13,35 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly. `matrices`: [batch, rows, columns]."""
+def orthogonalise(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest semi-orthogonal matrices, roughly, computed in `dtype`. `matrices`: [batch, rows, columns] fp32."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if tall else matrices
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(_STEPS):
         gram = x @ x.transpose(1, 2)
         x = _A * x + (_B * gram + _C * gram @ gram) @ x
     result: Tensor = x.transpose(1, 2) if tall else x
-    return result
+    return result.float()
 
 
 class Muon:
     """Nesterov momentum with orthogonalised updates for a list of matrices."""
 
-    def __init__(self, matrices: list[torch.nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.0) -> None:
-        """Group the matrices by shape; `weight_decay` is decoupled, as in AdamW."""
+    def __init__(
+        self,
+        matrices: list[torch.nn.Parameter],
+        dtype: torch.dtype,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+    ) -> None:
+        """Group the matrices by shape; updates are orthogonalised in `dtype`, `weight_decay` is decoupled."""
         shapes: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
         for matrix in matrices:
             shapes.setdefault(tuple(matrix.shape), []).append(matrix)
         self._groups = list(shapes.values())
         self.momenta = [torch.zeros(len(group), *group[0].shape) for group in self._groups]
-        self._beta, self._weight_decay = momentum, weight_decay
+        self._dtype, self._beta, self._weight_decay = dtype, momentum, weight_decay
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -43,7 +49,7 @@ class Muon:
         for group, momentum in zip(self._groups, self.momenta, strict=True):
             gradients = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
             momentum.lerp_(gradients, 1 - self._beta)
-            update = orthogonalise(gradients.lerp(momentum, self._beta))
+            update = orthogonalise(gradients.lerp(momentum, self._beta), self._dtype)
             scale = learning_rate * float(max(group[0].shape)) ** 0.5
             for matrix, change in zip(group, update.unbind(), strict=True):
                 matrix.mul_(1 - learning_rate * self._weight_decay).sub_(change, alpha=scale)

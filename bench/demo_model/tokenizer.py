@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from bench.demo_model.conversation import Conversation
 from bench.demo_model.corpus import training_conversations
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 640
 MAX_LENGTH = 2048
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)

@@ -1,0 +1,37 @@
+"""A token depends on weights, history, parameters, seed and position alone: a short run of the matrix."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.exactness.matrix import Circumstance, Runner, compare, draw_circumstance, make_cases
+
+pytestmark = pytest.mark.stage1
+
+SEED = 1
+NUM_CASES = 12
+NUM_CIRCUMSTANCES = 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_given_requests_over_all_features_when_circumstances_vary_then_every_bit_is_the_same(dtype: str) -> None:
+    runner = Runner("demo", dtype)
+    cases = make_cases(NUM_CASES, runner.vocab_size(), SEED)
+    references = runner.references(cases)
+    rng = random.Random(SEED)
+    crowded = Circumstance(max_num_seqs=16, num_blocks=32, prefix_caching=True, steps_in_flight=2, losses=2)
+    hows = [crowded, replace(crowded, max_num_batched_tokens=16, threads=2)]
+    hows += [draw_circumstance(rng) for _ in range(NUM_CIRCUMSTANCES)]
+    differences = [line for how in hows for line in compare(runner, cases, references, how, rng)]
+    assert not differences, differences[0]
+
+
+def test_given_another_seed_when_compared_then_the_matrix_sees_it() -> None:
+    runner = Runner("demo", "float32")
+    cases = [case for case in make_cases(30, runner.vocab_size(), SEED) if case.params.temperature >= 1.0][:2]
+    references = runner.references(cases)
+    others = [replace(case, params=replace(case.params, seed=(case.params.seed or 0) ^ 1)) for case in cases]
+    assert list(compare(runner, others, references, Circumstance(max_num_seqs=4), random.Random(0)))
