@@ -74,7 +74,7 @@ def test_given_two_ranks_when_asked_then_the_answer_is_that_of_one(
 def test_given_an_open_stream_when_terminated_then_it_finishes_and_new_requests_get_503(
     start_server: Callable[..., RunningServer],
 ) -> None:
-    server = start_server()
+    server = start_server("--drain-timeout", "300")
     tree = server.tree()
     lines: list[str] = []
     started = threading.Event()
