@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from starlette.types import Receive, Scope
 
+from gateway.context import request_info
 from gateway.errors import ApiError
 
 BODY_SECONDS = 30.0
@@ -56,6 +57,7 @@ async def read_json(scope: Scope, receive: Receive, *, max_bytes: int, budget: B
             body = await _read(receive, max_bytes, budget)
     except TimeoutError:
         raise ApiError(408, "The request body came too slowly.", "timeout") from None
+    request_info(scope).body_bytes = len(body)
     return _parse(body)
 
 

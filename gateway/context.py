@@ -31,6 +31,7 @@ class RequestInfo:
     handler: str = "unmatched"
     tenant: str = ""
     status: int = 0
+    body_bytes: int = 0
 
 
 def request_info(scope: Scope) -> RequestInfo:

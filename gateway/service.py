@@ -32,6 +32,7 @@ from novainfer.text.chat_template import ChatTemplate
 from novainfer.text.tokenizer import Tokenizer
 
 TEXT_THREADS = 2  # rendering and tokenising; the event loop only waits for them
+LONG_BODY = 256 * 1024  # bytes; the text of larger ones has a thread of its own: short ones need not wait for it
 BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
 STATS_SECONDS = 5.0  # older figures of the engine prove nothing
@@ -56,6 +57,7 @@ class GatewayService:
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes)
         self.created = 0
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="long-text")
         self._live: defaultdict[str, list[tuple[str, Generation]]] = defaultdict(list)
 
     @classmethod
@@ -77,7 +79,8 @@ class GatewayService:
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -119,9 +122,21 @@ class GatewayService:
             raise ApiError(404, "The model does not exist on this server.", "model_not_found", "model")
         return name
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run text work off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def in_thread(self, info: RequestInfo, work: Callable[[], T]) -> T:
+        """Run a request's text work off the event loop."""
+        pool = self._long_pool if info.body_bytes > LONG_BODY else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt. Raises `InvalidRequestError` without tokenising it if it is far too long."""
+        engine = self.client.info
+        if engine is not None and not self.tokenizer.fits(text, engine.max_model_len):
+            raise InvalidRequestError(
+                f"{len(text)} characters are far beyond this model's context of {engine.max_model_len} tokens.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     # -- generations --------------------------------------------------------------------------------------------
 
@@ -148,7 +163,8 @@ class GatewayService:
             for number, (token_ids, echo) in enumerate(prompts)
         ]
         aliases = [response_id, info.request_id]
-        stream = self.client.submit(*(self._add_request(state, request, info.tenant, aliases) for state in states))
+        messages = (self._add_request(state, request, info.tenant, aliases, engine.vocab_size) for state in states)
+        stream = self.client.submit(*messages)
         return Generation(
             states,
             stream,
@@ -159,13 +175,18 @@ class GatewayService:
         )
 
     def _add_request(
-        self, state: PromptState, request: ChatRequest | CompletionRequest, tenant: str, aliases: list[str]
+        self,
+        state: PromptState,
+        request: ChatRequest | CompletionRequest,
+        tenant: str,
+        aliases: list[str],
+        vocab_size: int,
     ) -> AddRequest:
         return AddRequest(
             request_id=state.request_id,
             prompt_token_ids=state.token_ids,
             params=state.params,
-            eos_token_ids=list(self.tokenizer.eos_token_ids),
+            eos_token_ids=[i for i in self.tokenizer.eos_token_ids if i < vocab_size],  # others are never sampled
             tenant=tenant,
             cache_salt=request.cache_salt,
             use_prefix_cache=request.prefix_cache,

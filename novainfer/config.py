@@ -186,6 +186,12 @@ def check(config: ServeConfig) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {limit}")
     if config.parallel.cluster_host is not None:
         _check_cluster_host(config.parallel.cluster_host, config.parallel.ray_address)
+    for name, number in {
+        "drain_timeout": config.server.drain_timeout,
+        "max_requests_per_key": config.server.max_requests_per_key,
+    }.items():
+        if number < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must not be below 0: {number}")
     if not 0.05 <= config.cache.gpu_memory_utilization <= 1.0:
         raise ConfigError("--gpu-memory-utilization must be between 0.05 and 1")
     if config.scheduler.steps_in_flight not in (1, 2):

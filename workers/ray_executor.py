@@ -48,6 +48,8 @@ _ENVIRONMENT = {
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
     # Ray makes its workers nice to all others; on a CPU ours do the work that the others wait for.
     "RAY_worker_niceness": "0",
+    # See workers/__init__.py; torch may be loaded there before it.
+    "OMP_WAIT_POLICY": "passive",
     # A rank's process starts while Ray itself is still starting: let it use the time for the heaviest imports.
     "RAY_preload_python_modules": "torch,transformers.models.auto.configuration_auto",
 }

@@ -6,6 +6,7 @@ file is closed as soon as its last tensor has been asked for. So a checkpoint ne
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -92,6 +93,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index of a sharded checkpoint or from the single file's own header."""
     weight_map = read_json(folder, INDEX_FILE).get("weight_map")
     if isinstance(weight_map, dict):
+        if not all(isinstance(file, str) and file == os.path.basename(file) for file in weight_map.values()):
+            raise UnsupportedModelError(f"'{folder / INDEX_FILE}' names something else than files beside it")
         files = {name: folder / file for name, file in weight_map.items()}
         missing = sorted({path.name for path in files.values() if not path.is_file()})
         if missing:

@@ -24,7 +24,7 @@ async def chat_completions(call: Call) -> Response | None:
     refuse_unsupported(request)
     with service.admit(call.info):
         service.engine_info()  # refuse before the work of rendering
-        token_ids = await service.in_thread(lambda: encode_chat(service, request))
+        token_ids = await service.in_thread(call.info, lambda: encode_chat(service, request))
         response_id = new_response_id("chatcmpl")
         generation = service.start(request, response_id, [(token_ids, "")], call.info)
         with service.live(generation, response_id, call.info):
@@ -55,7 +55,7 @@ def encode_chat(service: GatewayService, request: ChatRequest | TokenizeRequest)
         template_kwargs=_template_kwargs(request),
     )
     # The template writes the special tokens itself.
-    return service.tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
+    return service.encode_prompt(text, add_special_tokens=bool(request.add_special_tokens))
 
 
 def refuse_unsupported(request: ChatRequest) -> None:

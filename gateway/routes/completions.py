@@ -22,7 +22,7 @@ async def completions(call: Call) -> Response | None:
     prompts = split_prompts(request.prompt)
     with service.admit(call.info, len(prompts)):
         service.engine_info()  # refuse before the work of tokenising
-        encoded = await service.in_thread(lambda: [_encode(service, request, prompt) for prompt in prompts])
+        encoded = await service.in_thread(call.info, lambda: [_encode(service, request, prompt) for prompt in prompts])
         response_id = new_response_id("cmpl")
         generation = service.start(request, response_id, encoded, call.info)
         with service.live(generation, response_id, call.info):
@@ -57,6 +57,6 @@ def _encode(service: GatewayService, request: CompletionRequest, prompt: Prompt)
     """(token ids, the text to echo)."""
     tokenizer = service.tokenizer
     if isinstance(prompt, str):
-        token_ids = tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
+        token_ids = service.encode_prompt(prompt, add_special_tokens=request.add_special_tokens is not False)
         return token_ids, prompt if request.echo else ""
     return prompt, tokenizer.decode(prompt) if request.echo else ""

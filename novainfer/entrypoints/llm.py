@@ -21,6 +21,7 @@ from novainfer.errors import ConfigError, InvalidRequestError, NovaInferError
 from novainfer.executor.base import Executor
 from novainfer.protocol.messages import AddRequest, Logprobs, TokenOutput
 from novainfer.sampling.params import MAX_SEED, SamplingParams
+from novainfer.text.chat_template import ChatTemplate
 from novainfer.text.tokenizer import Tokenizer
 
 OnToken = Callable[[str, ChoiceDelta], None]
@@ -59,6 +60,8 @@ class LLM:
         use_ray = executor == "ray" or self.config.parallel.tensor_parallel_size > 1
         self._executor = _ray_executor(self.config) if use_ray else _local_executor(self.config)
         self._engine = EngineCore(self._executor, self.config)
+        vocab_size = self._executor.info.vocab_size  # an id beyond it is never sampled
+        self._eos_token_ids = [i for i in self.tokenizer.eos_token_ids if i < vocab_size]
         self._live: dict[str, _Live] = {}
         self._numbers = count()
 
@@ -93,6 +96,21 @@ class LLM:
                         progress.update()
         return [results[request_id] for request_id in ids]
 
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Answer one conversation, or each of a list; results as `generate`'s. Messages are OpenAI's dicts."""
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations: Any = [messages] if one else messages
+        template = ChatTemplate.of(self.tokenizer)
+        texts = [template.render(each) for each in conversations]
+        # The template writes the special tokens itself.
+        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, on_token: OnToken | None = None
     ) -> str:
@@ -101,7 +119,7 @@ class LLM:
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(MAX_SEED))
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _checked_ids(prompt)
-        message = AddRequest(f"offline-{next(self._numbers)}", token_ids, params, list(self.tokenizer.eos_token_ids))
+        message = AddRequest(f"offline-{next(self._numbers)}", token_ids, params, self._eos_token_ids)
         self._engine.add(message, time.monotonic())
         choices = [ChoiceOutput(self.tokenizer, params, choice) for choice in range(params.n)]
         self._live[message.request_id] = _Live(message, choices, on_token, [[] for _ in choices])

@@ -19,6 +19,7 @@ from novainfer.text.pieces import Pieces, parse_decoder
 
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "sentencepiece.bpe.model")
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_SHORTENING = 4  # how much shorter a normalizer may make a text before we think that somebody is joking
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -40,6 +41,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
+        self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)  # characters
         self.model_max_length = _plain_int(config.get("model_max_length"))
         self.chat_templates = _chat_templates(config, folder)
         generation = read_json(folder / "generation_config.json")
@@ -63,6 +65,13 @@ class Tokenizer:
         # Unlike `encode`, a batch of one lets other threads run meanwhile: an event loop must not stand still.
         ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def fits(self, text: str, num_tokens: int) -> bool:
+        """False if the text is far too long for so many tokens; cheap, to be asked before `encode`.
+
+        A normalizer may shorten a text (white space, composed characters) before it is cut: hence the margin.
+        """
+        return len(text) <= _SHORTENING * self._longest * num_tokens
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids that the vocabulary lacks have none."""
@@ -151,8 +160,10 @@ def _chat_templates(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
 
 def _generation_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """The model's sampling defaults; with do_sample false its temperature and the like mean nothing."""
-    names = ("repetition_penalty",) if generation.get("do_sample") is False else _GENERATION_DEFAULTS
-    values = {name: generation.get(name) for name in names}
+    """The model's sampling defaults; with do_sample false it is greedy, whatever else the file says."""
+    if generation.get("do_sample") is False:
+        values = {"temperature": 0.0, "repetition_penalty": generation.get("repetition_penalty")}
+    else:
+        values = {name: generation.get(name) for name in _GENERATION_DEFAULTS}
     numbers = {n: v for n, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
     return {n: int(v) if n == "top_k" else float(v) for n, v in numbers.items() if math.isfinite(v)}

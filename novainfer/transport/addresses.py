@@ -76,7 +76,10 @@ class RunDir:
         if path is None:
             return cls(Path(tempfile.mkdtemp(prefix="novainfer-")))
         directory = Path(path)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{directory} cannot be made: {error.strerror}") from None
         status = directory.stat()
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise ConfigError(f"{directory} must belong to this user and have mode 0700")

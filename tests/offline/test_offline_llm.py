@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -172,3 +173,25 @@ def test_given_wrong_params_when_added_then_invalid_request(llm: LLM, bad: Sampl
 def test_given_a_misspelt_option_when_made_then_the_nearest_is_named() -> None:
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(max_model_length=5)
+
+
+def test_given_conversations_when_chatting_then_each_is_answered_through_the_template() -> None:
+    def asked(question: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": question}]
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=32)
+    with LLM("demo") as demo:
+        one = demo.chat(asked("What is 31 + 17?"), greedy, use_tqdm=False)
+        two = demo.chat([asked("What is 31 + 17?"), asked("Count from 5 to 9.")], greedy, use_tqdm=False)
+    assert [result["text"] for result in one + two] == ["31 + 17 = 48.", "31 + 17 = 48.", "5, 6, 7, 8, 9"]
+
+
+def test_given_an_end_token_beyond_the_logits_when_loaded_then_requests_run_all_the_same(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [config["vocab_size"] + 5]}))
+    try:
+        with LLM(str(checkpoint)) as small:
+            results = small.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=3), use_tqdm=False)
+    finally:
+        (checkpoint / "generation_config.json").unlink()
+    assert results[0]["finish_reason"] == "length"

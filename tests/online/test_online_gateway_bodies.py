@@ -109,3 +109,16 @@ def test_given_slow_uploads_when_they_hold_all_the_memory_for_bodies_then_others
             upload.close()
         scheduler.wait_for(lambda: budget.left == whole)
         assert http.post(CHAT, content=json.dumps(BODY), headers=JSON).status_code == 200
+
+
+def test_given_a_text_far_beyond_the_context_when_sent_then_it_is_refused_untokenised(pair: Pair) -> None:
+    text = "a" * (7 * MIB)
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 1}),
+        ("/v1/completions", {"prompt": ["short", text], "max_tokens": 1}),
+    ):
+        reply = pair.http.post(path, json=body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["code"] == "context_length_exceeded"
+        assert "characters" in reply.json()["error"]["message"]
+    assert not pair.scheduler.added

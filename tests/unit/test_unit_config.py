@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
-from novainfer.config import COMPONENTS, KeyDigest, ServeConfig, check
+from novainfer.config import COMPONENTS, KeyDigest, ServeConfig, ServerConfig, check
 from novainfer.entrypoints.options import build_config
 from novainfer.errors import ConfigError
 
@@ -79,3 +79,9 @@ def test_every_component_when_made_then_no_argument_is_positional_and_all_have_d
     for component in COMPONENTS.values():
         assert all(item.kw_only for item in fields(component))
         component()
+
+
+@pytest.mark.parametrize("name", ["drain_timeout", "max_requests_per_key"])
+def test_given_a_negative_number_when_checked_then_it_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="below 0"):
+        check(ServeConfig(server=ServerConfig(**{name: -5})))

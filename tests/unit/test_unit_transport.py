@@ -288,3 +288,13 @@ def test_an_address_beyond_loopback_when_it_has_no_keys_then_it_is_refused(addre
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://localhost:1", "ipc:///tmp/socket"])
 def test_an_address_of_this_host_alone_when_it_has_no_keys_then_it_is_fine(address: str) -> None:
     Endpoint(address).check()
+
+
+@pytest.mark.parametrize("path", ["/proc/x", "{file}"])
+def test_given_a_place_where_no_directory_can_be_when_a_run_dir_is_made_then_the_reason_is_told(
+    tmp_path: Path, path: str
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="cannot be made"):
+        RunDir.create(path.format(file=file))
