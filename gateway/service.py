@@ -21,6 +21,7 @@ from gateway.generation import Generation, PromptState
 from gateway.limits import Limits
 from gateway.metrics import GatewayMetrics
 from gateway.params import draw_seed, resolve_params
+from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
 from novainfer.checkpoint import resolve_checkpoint
 from novainfer.client.engine_client import EngineClient
@@ -55,6 +56,7 @@ class GatewayService:
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes)
         self.created = 0
+        self._digest = ModelDigest(config.model)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._live: defaultdict[str, list[tuple[str, Generation]]] = defaultdict(list)
 
@@ -143,8 +145,9 @@ class GatewayService:
             _check_prompt(token_ids, engine.vocab_size)
         # Only a chat's max_tokens depends on the prompt's length, and a chat is one prompt.
         params = resolve_params(request, max(len(token_ids) for token_ids, _ in prompts), self.tokenizer, engine)
+        eos = list(self.tokenizer.eos_token_ids)
         states = [
-            PromptState(f"{response_id}-{number}", token_ids, _own_seed(params, request.seed, number), echo)
+            PromptState(f"{response_id}-{number}", token_ids, _own_seed(params, request.seed, number), eos, echo)
             for number, (token_ids, echo) in enumerate(prompts)
         ]
         aliases = [response_id, info.request_id]
@@ -154,9 +157,14 @@ class GatewayService:
             stream,
             self.tokenizer,
             self.metrics,
+            engine=engine,
             started=info.started,
             after_prompt=isinstance(request, CompletionRequest),
         )
+
+    def receipts(self, generation: Generation, model: str) -> Receipts:
+        """Those of a generation, for a client that named the model so."""
+        return Receipts(generation, model, self.client, self._digest)
 
     def _add_request(
         self, state: PromptState, request: ChatRequest | CompletionRequest, tenant: str, aliases: list[str]
@@ -165,7 +173,7 @@ class GatewayService:
             request_id=state.request_id,
             prompt_token_ids=state.token_ids,
             params=state.params,
-            eos_token_ids=list(self.tokenizer.eos_token_ids),
+            eos_token_ids=state.eos_token_ids,
             tenant=tenant,
             cache_salt=request.cache_salt,
             use_prefix_cache=request.prefix_cache,
