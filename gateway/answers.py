@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway.generation import Generation, PromptState
 from gateway.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from gateway.receipts import Receipts
 from gateway.schemas import ChatRequest, CompletionRequest, StreamOptions
 from gateway.sse import DONE, event, json_string
 from novainfer import __version__
@@ -41,10 +42,13 @@ class Envelope:
 class _Chunks:
     """Chunks of one stream. Subclasses say how a choice's delta is written."""
 
-    def __init__(self, generation: Generation, envelope: Envelope, options: StreamOptions | None) -> None:
+    def __init__(
+        self, generation: Generation, envelope: Envelope, options: StreamOptions | None, receipts: Receipts | None
+    ) -> None:
         self._generation = generation
         self._envelope = envelope
         self._options = options or StreamOptions()
+        self._receipts = receipts
         head = json.dumps(envelope.wrap([]), ensure_ascii=False, separators=(",", ":"))
         self._head = "data: " + head.removesuffix("]}") + '{"index":'
 
@@ -55,18 +59,21 @@ class _Chunks:
             usage = ',"usage":null' if self._options.include_usage else ""
         return f"{self._head}{choice},{fields}}}]{usage}}}\n\n"
 
-    def last(self) -> bytes:
-        """After the last choice has ended."""
-        if not self._options.include_usage:
-            return DONE
-        return event(self._envelope.wrap([], usage=self._generation.usage())) + DONE
+    async def last(self) -> bytes:
+        """After the last choice has ended: usage and receipts where asked for, in one chunk without choices."""
+        more = {"usage": self._generation.usage()} if self._options.include_usage else {}
+        if self._receipts is not None:
+            more |= await self._receipts.fields()
+        return (event(self._envelope.wrap([], **more)) if more else b"") + DONE
 
 
 class ChatChunks(_Chunks):
     """`chat.completion.chunk`: the role first, then content, then the finish reason."""
 
-    def __init__(self, generation: Generation, envelope: Envelope, request: ChatRequest) -> None:
-        super().__init__(generation, envelope, request.stream_options)
+    def __init__(
+        self, generation: Generation, envelope: Envelope, request: ChatRequest, receipts: Receipts | None
+    ) -> None:
+        super().__init__(generation, envelope, request.stream_options, receipts)
         self._token_ids = request.return_token_ids
         self._logprobs = request.logprobs
         self._begun: set[int] = set()
@@ -95,8 +102,10 @@ class ChatChunks(_Chunks):
 class CompletionChunks(_Chunks):
     """`text_completion` chunks: the echoed prompt first, where asked for."""
 
-    def __init__(self, generation: Generation, envelope: Envelope, request: CompletionRequest) -> None:
-        super().__init__(generation, envelope, request.stream_options)
+    def __init__(
+        self, generation: Generation, envelope: Envelope, request: CompletionRequest, receipts: Receipts | None
+    ) -> None:
+        super().__init__(generation, envelope, request.stream_options, receipts)
         self._request = request
         self._begun: set[int] = set()
 

@@ -87,7 +87,7 @@ def _middleware(service: GatewayService, keys: KeyRing) -> list[Middleware]:
                 allow_origins=list(origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "x-novainfer-ignored", "retry-after"],
+                expose_headers=["x-request-id", "x-novainfer-ignored", "x-novainfer-mode", "retry-after"],
             )
         )
     return [*layers, Middleware(AuthMiddleware, keys)]

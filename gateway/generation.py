@@ -16,7 +16,7 @@ from gateway.body import ClientGone
 from gateway.metrics import GatewayMetrics
 from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, TokenText, describe_prompt, describe_token
 from novainfer.client.stream import RequestStream
-from novainfer.protocol.messages import FINISH_CANCELLED, Logprobs, PromptLogprobs, TokenOutput
+from novainfer.protocol.messages import FINISH_CANCELLED, EngineInfo, Logprobs, PromptLogprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
 
@@ -28,6 +28,7 @@ class PromptState:
     request_id: str
     token_ids: list[int]
     params: SamplingParams
+    eos_token_ids: list[int]
     echo: str = ""
     num_cached_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -36,7 +37,7 @@ class PromptState:
 class Generation:
     """Turns the outputs of a `RequestStream` into deltas and counts. Close it in the end.
 
-    `started`: when the HTTP request came, on the `time.perf_counter` clock.
+    `started`: when the HTTP request came, on the `time.perf_counter` clock. `engine`: what it said of itself then.
     """
 
     def __init__(
@@ -46,10 +47,13 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: GatewayMetrics,
         *,
+        engine: EngineInfo,
         started: float,
         after_prompt: bool,
     ) -> None:
         self.prompts = prompts
+        self.engine = engine
+        self.after_prompt = after_prompt
         self.client_gone = False
         self._stream = stream
         self._tokenizer = tokenizer
@@ -114,6 +118,11 @@ class Generation:
     def prompt_of(self, choice: int) -> PromptState:
         """The prompt that a choice belongs to."""
         return self.prompts[choice // self._n]
+
+    def outputs_of(self, prompt: PromptState) -> list[ChoiceOutput]:
+        """The choices of a prompt."""
+        first = self._prompt_of[prompt.request_id] * self._n
+        return self.outputs[first : first + self._n]
 
     def prompt_logprobs(self, prompt: PromptState) -> list[TokenLogprob | None]:
         """Those of one prompt, complete once its first output token has come."""

@@ -67,6 +67,7 @@ class GenerationRequest(_Body):
     prompt_logprobs: Int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool = False
+    receipt: bool = False
     cache_salt: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,128}$")] = ""
     prefix_cache: bool = True
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0

@@ -21,6 +21,7 @@ from gateway.generation import Generation, PromptState
 from gateway.limits import Limits
 from gateway.metrics import GatewayMetrics
 from gateway.params import draw_seed, resolve_params
+from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
 from novainfer.checkpoint import resolve_checkpoint
 from novainfer.client.engine_client import EngineClient
@@ -56,6 +57,7 @@ class GatewayService:
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes)
         self.created = 0
+        self._digest = ModelDigest(config.model)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="long-text")
         self._live: defaultdict[str, list[tuple[str, Generation]]] = defaultdict(list)
@@ -158,35 +160,35 @@ class GatewayService:
             _check_prompt(token_ids, engine.vocab_size)
         # Only a chat's max_tokens depends on the prompt's length, and a chat is one prompt.
         params = resolve_params(request, max(len(token_ids) for token_ids, _ in prompts), self.tokenizer, engine)
+        eos = [i for i in self.tokenizer.eos_token_ids if i < engine.vocab_size]  # others are never sampled
         states = [
-            PromptState(f"{response_id}-{number}", token_ids, _own_seed(params, request.seed, number), echo)
+            PromptState(f"{response_id}-{number}", token_ids, _own_seed(params, request.seed, number), eos, echo)
             for number, (token_ids, echo) in enumerate(prompts)
         ]
         aliases = [response_id, info.request_id]
-        messages = (self._add_request(state, request, info.tenant, aliases, engine.vocab_size) for state in states)
-        stream = self.client.submit(*messages)
+        stream = self.client.submit(*(self._add_request(state, request, info.tenant, aliases) for state in states))
         return Generation(
             states,
             stream,
             self.tokenizer,
             self.metrics,
+            engine=engine,
             started=info.started,
             after_prompt=isinstance(request, CompletionRequest),
         )
 
+    def receipts(self, generation: Generation, model: str) -> Receipts:
+        """Those of a generation, for a client that named the model so."""
+        return Receipts(generation, model, self.client, self._digest)
+
     def _add_request(
-        self,
-        state: PromptState,
-        request: ChatRequest | CompletionRequest,
-        tenant: str,
-        aliases: list[str],
-        vocab_size: int,
+        self, state: PromptState, request: ChatRequest | CompletionRequest, tenant: str, aliases: list[str]
     ) -> AddRequest:
         return AddRequest(
             request_id=state.request_id,
             prompt_token_ids=state.token_ids,
             params=state.params,
-            eos_token_ids=[i for i in self.tokenizer.eos_token_ids if i < vocab_size],  # others are never sampled
+            eos_token_ids=state.eos_token_ids,
             tenant=tenant,
             cache_salt=request.cache_salt,
             use_prefix_cache=request.prefix_cache,

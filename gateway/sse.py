@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from json.encoder import encode_basestring  # the C implementation where there is one
 
 from starlette.types import Receive, Scope, Send
@@ -47,16 +47,16 @@ def event(payload: Mapping[str, object]) -> bytes:
 class SseResponse:
     """Writes a generation as events.
 
-    chunks(delta) gives the events of one delta, last() those after the final one, `[DONE]` included. The status is
-    sent with the first output, so that a refusal can still be an HTTP error; a failure after that is one `error`
-    event and the end.
+    chunks(delta) gives the events of one delta, last() those after the final one, `[DONE]` included, for which it may
+    take its time. The status is sent with the first output, so that a refusal can still be an HTTP error; a failure
+    after that is one `error` event and the end.
     """
 
     def __init__(
         self,
         generation: Generation,
         chunks: Callable[[ChoiceDelta], bytes],
-        last: Callable[[], bytes],
+        last: Callable[[], Awaitable[bytes]],
         headers: Mapping[str, str],
     ) -> None:
         self._generation = generation
@@ -71,7 +71,7 @@ class SseResponse:
         try:
             while not self._generation.finished:
                 await self._send_some(send)
-            await self._send(send, self._last(), more=False)
+            await self._send(send, await self._wait_for_last(send), more=False)
         except (ClientGone, TimeoutError, OSError):
             self._generation.client_gone = True
         except Exception as error:
@@ -92,6 +92,15 @@ class SseResponse:
         deltas = self._generation.take()
         if deltas:
             await self._send(send, b"".join([self._chunks(delta) for delta in deltas]))
+
+    async def _wait_for_last(self, send: Send) -> bytes:
+        last = asyncio.ensure_future(self._last())
+        try:
+            while not (await asyncio.wait([last], timeout=KEEP_ALIVE_SECONDS))[0]:
+                await self._send(send, KEEP_ALIVE)
+            return await last
+        finally:
+            last.cancel()
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         async with asyncio.timeout(STALL_SECONDS):

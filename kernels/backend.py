@@ -74,6 +74,15 @@ class KernelBackend(Protocol):
         """One of BACKEND_NAMES."""
         ...
 
+    @property
+    def isa(self) -> str | None:
+        """The CPU instruction set that the kernels were compiled for; None where torch or Triton runs them."""
+        ...
+
+    def is_exact(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
+        """Whether with such KV blocks and weights of `dtype` a row's bits depend on that row alone, in every method."""
+        ...
+
     def allocate_kv_cache(
         self,
         num_blocks: int,

@@ -51,6 +51,10 @@ class CpuBackend:
         """The instruction set in use; None where the native kernels are not available."""
         return None if self._library is None else self._library.isa
 
+    def is_exact(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
+        """Where everything runs in native code: torch's linears and its fp32 silu depend on a row's neighbours."""
+        return self._library is not None and kv_cpu.supports_layout(block_size, head_dim, dtype)
+
     def allocate_kv_cache(
         self,
         num_blocks: int,

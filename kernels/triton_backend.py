@@ -40,6 +40,7 @@ class TritonBackend:
     """See `kernels.backend.KernelBackend` for the contract of every method."""
 
     name = "triton"
+    isa: str | None = None
 
     def __init__(self, device: torch.device, exact: bool = True) -> None:
         """`exact` gives prefill the decode kernel's bits, at some cost in speed on Hopper and later.
@@ -51,6 +52,10 @@ class TritonBackend:
                 f"kernel backend 'triton' cannot run on device '{device}' (set TRITON_INTERPRET=1 for CPU)"
             )
         self._exact = exact
+
+    def is_exact(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
+        """Never, as long as the vendor's library multiplies: it chooses the order of sums by the number of rows."""
+        return False
 
     def allocate_kv_cache(
         self,

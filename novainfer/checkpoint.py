@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,27 @@ def _from_hub(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     except Exception as error:  # network, permission, no such repository, offline: all mean "not available"
         reason = str(error).split("\n")[0]
         raise ConfigError(f"model '{name}' is no local folder and the hub gave none: {reason}") from None
+
+
+def model_digest(folder: Path) -> str:
+    """'sha256:' and the SHA-256 of what decides the tokens: config.json and every safetensors file, by name and size.
+
+    Reads all of it; the GIL is free meanwhile. Raises `ConfigError` if the folder has no such files or one of them
+    cannot be read.
+    """
+    digest = hashlib.sha256()
+    weights = sorted(folder.glob("*.safetensors"), key=lambda path: path.name)
+    if not weights:
+        raise ConfigError(f"{folder} has no safetensors files")
+    for path in (folder / "config.json", *weights):
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{path.name}\0{size}\0".encode())
+                hashlib.file_digest(file, lambda: digest)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return "sha256:" + digest.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class ScriptedScheduler:
         self.max_model_len = max_model_len
         self.epoch = 1
         self.ready = True
+        self.mode = "cpu avx2 cpu/native float32 tp1 exact"
         self.script: Callable[[AddRequest, int], list[int] | None] = lambda request, choice: None
         self.reject: Callable[[AddRequest], RequestRejected | None] = lambda request: None
         self.tokens_before_pause: int | None = None
@@ -147,6 +148,11 @@ class ScriptedScheduler:
         done = threading.Event()
         self._commands.append(lambda: (command(), done.set())[0])
         assert done.wait(20)
+
+    def fail(self, output: TokenOutput) -> None:
+        """End a request with this output (from the socket's thread)."""
+        live = self.live.pop(output.request_id)
+        self._send(live.identity, OutputBatch(self.epoch, self.step, [output]))
 
     def send_all(self, message: object) -> None:
         """Send a message to every gateway (from the socket's thread)."""
@@ -290,7 +296,7 @@ class ScriptedScheduler:
         )  # fmt: skip
 
     def _send_info(self) -> None:
-        self.send_all(EngineInfo(self.epoch, self.ready, self.vocab_size, self.max_model_len, 16, 100, 8))
+        self.send_all(EngineInfo(self.epoch, self.ready, self.vocab_size, self.max_model_len, 16, 100, 8, self.mode))
 
     def _send(self, identity: bytes, message: object) -> None:
         try:

@@ -136,4 +136,5 @@ def _hello(worker: Worker, place: RankPlace) -> WorkerHello:
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
         max_num_seqs=info.max_num_seqs,
+        mode=info.mode,
     )

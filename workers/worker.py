@@ -19,6 +19,7 @@ from novainfer.protocol.step import NewRow, StepPlan
 from novainfer.sampling.params import SamplingParams
 from workers.kv_cache import CacheSize, KVCache, block_bytes, cpu_budget, fit_cache, gpu_budget, resolve_max_model_len
 from workers.launch import RankPlace
+from workers.mode import find_mode
 from workers.model_runner import ModelRunner
 from workers.models.base import CausalLM
 from workers.models.loader import load_model
@@ -74,6 +75,7 @@ class Worker:
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
+            mode=str(find_mode(kernels, model, tp, device, limits.block_size)),
         )
         return cls(runner, info, tp, 1 if device.type == "cpu" else 2)
 

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.responses import Response
 
 from gateway.answers import ChatChunks, Envelope, chat_answer
-from gateway.routes.endpoint import Call, json_response
+from gateway.routes.endpoint import MODE_HEADER, Call, json_response
 from gateway.schemas import ChatRequest, TokenizeRequest
 from gateway.service import GatewayService, new_response_id, unix_now
 from gateway.sse import SseResponse
@@ -20,6 +20,7 @@ async def chat_completions(call: Call) -> Response | None:
     """Answer a chat, whole or as a stream."""
     service = call.service
     request, headers = await call.parse(ChatRequest)
+    wants_receipt = call.wants_receipt(request)
     model = service.check_model(request.model)
     refuse_unsupported(request)
     with service.admit(call.info):
@@ -27,16 +28,19 @@ async def chat_completions(call: Call) -> Response | None:
         token_ids = await service.in_thread(call.info, lambda: encode_chat(service, request))
         response_id = new_response_id("chatcmpl")
         generation = service.start(request, response_id, [(token_ids, "")], call.info)
+        receipts = service.receipts(generation, model) if wants_receipt else None
+        headers[MODE_HEADER] = generation.engine.mode
         with service.live(generation, response_id, call.info):
             if request.stream:
                 envelope = Envelope(response_id, "chat.completion.chunk", unix_now(), model)
-                chunks = ChatChunks(generation, envelope, request)
+                chunks = ChatChunks(generation, envelope, request, receipts)
                 await SseResponse(generation, chunks, chunks.last, headers)(call.scope, call.receive, call.send)
                 return None
             generation.watch(call.receive)
             wholes = await generation.collect()
             envelope = Envelope(response_id, "chat.completion", unix_now(), model)
-            return json_response(chat_answer(generation, envelope, request, wholes), headers)
+            answer = chat_answer(generation, envelope, request, wholes)
+            return json_response(answer | (await receipts.fields() if receipts else {}), headers)
 
 
 def encode_chat(service: GatewayService, request: ChatRequest | TokenizeRequest) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from gateway.answers import CompletionChunks, Envelope, completion_answer
-from gateway.routes.endpoint import Call, json_response
+from gateway.routes.endpoint import MODE_HEADER, Call, json_response
 from gateway.schemas import MAX_PROMPTS, CompletionRequest
 from gateway.service import GatewayService, new_response_id, unix_now
 from gateway.sse import SseResponse
@@ -18,6 +18,7 @@ async def completions(call: Call) -> Response | None:
     """Continue one or several prompts, whole or as a stream."""
     service = call.service
     request, headers = await call.parse(CompletionRequest)
+    wants_receipt = call.wants_receipt(request)
     model = service.check_model(request.model)
     prompts = split_prompts(request.prompt)
     with service.admit(call.info, len(prompts)):
@@ -25,15 +26,18 @@ async def completions(call: Call) -> Response | None:
         encoded = await service.in_thread(call.info, lambda: [_encode(service, request, prompt) for prompt in prompts])
         response_id = new_response_id("cmpl")
         generation = service.start(request, response_id, encoded, call.info)
+        receipts = service.receipts(generation, model) if wants_receipt else None
+        headers[MODE_HEADER] = generation.engine.mode
         with service.live(generation, response_id, call.info):
             envelope = Envelope(response_id, "text_completion", unix_now(), model)
             if request.stream:
-                chunks = CompletionChunks(generation, envelope, request)
+                chunks = CompletionChunks(generation, envelope, request, receipts)
                 await SseResponse(generation, chunks, chunks.last, headers)(call.scope, call.receive, call.send)
                 return None
             generation.watch(call.receive)
             wholes = await generation.collect()
-            return json_response(completion_answer(generation, envelope, request, wholes), headers)
+            answer = completion_answer(generation, envelope, request, wholes)
+            return json_response(answer | (await receipts.fields() if receipts else {}), headers)
 
 
 def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:

@@ -14,10 +14,12 @@ from starlette.types import Receive, Scope, Send
 from gateway.body import ClientGone, read_json
 from gateway.context import RequestInfo, request_info
 from gateway.errors import ApiError, to_api_error
-from gateway.schemas import Body, parse
+from gateway.schemas import Body, GenerationRequest, parse
 from gateway.service import GatewayService
-from novainfer.errors import NovaInferError
+from novainfer.errors import InvalidRequestError, NovaInferError
 
+MODE_HEADER = "x-novainfer-mode"  # see `novainfer.mode`
+RECEIPT_HEADER = "x-novainfer-receipt"
 _CLIENT_GONE_STATUS = 499  # for the metrics only; nobody is there to read it
 
 
@@ -47,6 +49,13 @@ class Call:
         body = await read_json(self.scope, self.receive, max_bytes=service.max_body_bytes, budget=service.body_budget)
         request, ignored = parse(kind, body, strict_params=service.config.server.strict_params)
         return request, {"x-novainfer-ignored": ",".join(ignored)} if ignored else {}
+
+    def wants_receipt(self, request: GenerationRequest) -> bool:
+        """Asked for in the body or by a header, which clients can set that know the API's fields alone."""
+        asked = [value for name, value in self.scope["headers"] if name == RECEIPT_HEADER.encode()]
+        if not all(value in (b"true", b"false") for value in asked):
+            raise InvalidRequestError(f"The header {RECEIPT_HEADER} must be true or false.", param=RECEIPT_HEADER)
+        return request.receipt or b"true" in asked
 
     async def respond(self, response: Response) -> None:
         """Send a whole answer."""

@@ -66,7 +66,7 @@ class ChoiceOutput:
         text_offset: int = 0,
     ) -> None:
         self.choice = choice
-        self.num_tokens = 0  # sampled ids seen, including the one that ended the choice
+        self.token_ids: list[int] = []  # sampled ids seen, including the one that ended the choice
         self.finish_reason: str | None = None
         self.ended_here = False
         self._tokenizer = tokenizer
@@ -76,6 +76,11 @@ class ChoiceOutput:
         )
         self._stop = StopMatcher(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
         self._text_length = text_offset
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled ids seen."""
+        return len(self.token_ids)
 
     def push(self, output: TokenOutput) -> ChoiceDelta:
         """Take the next tokens of this choice."""
@@ -116,7 +121,7 @@ class ChoiceOutput:
         )
 
     def _take(self, token_id: int, *, hidden: bool) -> str:
-        self.num_tokens += 1
+        self.token_ids.append(token_id)
         return "" if hidden else self._match(self._detokenizer.feed((token_id,)))
 
     def _match(self, text: str) -> str:

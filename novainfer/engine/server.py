@@ -285,6 +285,7 @@ class SchedulerServer:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             max_num_seqs=min(info.max_num_seqs, self._config.scheduler.max_num_seqs),
+            mode=info.mode,
         )
 
     def _is_live(self, request_id: str) -> bool:

@@ -50,6 +50,11 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     generate = commands.add_parser("generate", help="complete a prompt")
     generate.add_argument("prompt", nargs="?", help="the prompt ('-' or nothing: standard input)")
     generate.add_argument("--offline", action="store_true", help="load --model in this process, use no server")
+    verify = commands.add_parser("verify", help="compute an answer again from its receipt", description=_VERIFY)
+    verify.add_argument("receipt", metavar="RECEIPT_FILE", help="a receipt or a saved response with one ('-': stdin)")
+    verify.add_argument("--model", help="folder or hub id of the checkpoint (default: the receipt's name)")
+    verify.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (default: as the receipt says)")
+    verify.add_argument("--any-mode", action="store_true", help="compare even if this machine computes in another mode")
     models = commands.add_parser("models", help="list what a running server offers")
     for client in (chat, generate, models):
         _add_client_arguments(client)
@@ -84,6 +89,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from novainfer.entrypoints.doctor import doctor_command
 
         return doctor_command(arguments)
+    if arguments.command == "verify":
+        from novainfer.entrypoints.verify import verify_command
+
+        return verify_command(arguments)
     from novainfer.entrypoints.talk import chat_command, generate_command, models_command
 
     commands = {"chat": chat_command, "generate": generate_command, "models": models_command}
@@ -94,6 +103,8 @@ _USAGE = "%(prog)s [MODEL] [options]"
 _SERVE = """Serve a model with an OpenAI API. Every option is also a NOVAINFER_* variable (--max-model-len is
 NOVAINFER_MAX_MODEL_LEN) and a key of the YAML file given with --config; flags win over variables, variables over the
 file, the file over a preset, a preset over the defaults."""
+_VERIFY = """Compute an answer again from its receipt. Exit status 0: every token is the same; 1: it is not; 2: that
+cannot be told, because the receipt is none, the checkpoint is another one, or this machine computes in another mode."""
 _DOCTOR = """Check this machine, and the configuration that the same options would serve. Exit status 1 if serving would
 fail."""
 

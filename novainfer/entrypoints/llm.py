@@ -65,6 +65,11 @@ class LLM:
         self._live: dict[str, _Live] = {}
         self._numbers = count()
 
+    @property
+    def mode(self) -> str:
+        """How the workers compute; see `novainfer.mode`."""
+        return self._executor.info.mode
+
     def generate(
         self,
         prompts: str | Sequence[Prompt],
@@ -112,16 +117,26 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, on_token: OnToken | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        on_token: OnToken | None = None,
+        *,
+        eos_token_ids: Sequence[int] | None = None,
+        after_prompt: bool = False,
     ) -> str:
-        """Queue one prompt and return its id; `on_token(id, delta)` is called from `step` for every token."""
+        """Queue one prompt and return its id; `on_token(id, delta)` is called from `step` for every token.
+
+        eos_token_ids: what ends a choice, by default the tokenizer's. after_prompt: see `ChoiceOutput`.
+        """
         params = sampling_params or SamplingParams()
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(MAX_SEED))
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _checked_ids(prompt)
-        message = AddRequest(f"offline-{next(self._numbers)}", token_ids, params, self._eos_token_ids)
+        eos = self._eos_token_ids if eos_token_ids is None else eos_token_ids
+        message = AddRequest(f"offline-{next(self._numbers)}", token_ids, params, list(eos))
         self._engine.add(message, time.monotonic())
-        choices = [ChoiceOutput(self.tokenizer, params, choice) for choice in range(params.n)]
+        choices = [ChoiceOutput(self.tokenizer, params, c, after_prompt=after_prompt) for c in range(params.n)]
         self._live[message.request_id] = _Live(message, choices, on_token, [[] for _ in choices])
         return message.request_id
 
@@ -248,7 +263,7 @@ def _choice_result(choice: ChoiceOutput, deltas: list[ChoiceDelta]) -> dict[str,
     return {
         "index": choice.choice,
         "text": "".join(delta.text for delta in deltas),
-        "token_ids": [token_id for delta in deltas for token_id in delta.token_ids],
+        "token_ids": choice.token_ids,
         "finish_reason": choice.finish_reason,
         "stop_reason": last.stop_reason,
         "error": last.error,

@@ -18,6 +18,7 @@ class ExecutorInfo:
     vocab_size: int  # width of the logits
     max_model_len: int  # tokens
     max_num_seqs: int  # persistent rows
+    mode: str = ""  # see `novainfer.mode`
 
 
 class Executor(Protocol):

@@ -141,7 +141,11 @@ class ZmqExecutor:
             return
         self._hellos[hello.rank] = (identity, hello)
         if len(self._hellos) == self._world_size:
-            self._info = _agree([hello for _, hello in self._hellos.values()])
+            hellos = [hello for _, hello in self._hellos.values()]
+            if len({hello.mode for hello in hellos}) > 1:
+                self._failure = "the ranks compute differently: " + ", ".join(sorted({hello.mode for hello in hellos}))
+                return
+            self._info = _agree(hellos)
 
     def _on_result(self, result: StepResult) -> None:
         if result.epoch < self._epoch:
@@ -165,4 +169,5 @@ def _agree(hellos: Sequence[WorkerHello]) -> ExecutorInfo:
         vocab_size=min(hello.vocab_size for hello in hellos),
         max_model_len=min(hello.max_model_len for hello in hellos),
         max_num_seqs=min(hello.max_num_seqs for hello in hellos),
+        mode=hellos[0].mode,
     )

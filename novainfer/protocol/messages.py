@@ -74,6 +74,7 @@ class EngineInfo:
     block_size: int = 0  # tokens
     num_blocks: int = 0
     max_num_seqs: int = 0
+    mode: str = ""  # see `novainfer.mode`
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class WorkerHello:
     vocab_size: int  # width of the logits
     max_model_len: int
     max_num_seqs: int
+    mode: str = ""  # see `novainfer.mode`; the same on every rank
 
 
 @dataclass(frozen=True, slots=True)

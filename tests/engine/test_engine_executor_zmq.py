@@ -43,8 +43,8 @@ class Ranks:
         self.executor = ZmqExecutor(endpoint, world_size=2, epoch=epoch, context=context)
         self.sockets = [connect_dealer(context, endpoint, f"rank-{rank}-{epoch}".encode()) for rank in range(2)]
 
-    def hello(self, rank: int, *, num_blocks: int = 10, epoch: int = 1, world_size: int = 2) -> None:
-        self.say(rank, WorkerHello(epoch, rank, world_size, num_blocks, 16, 100, 512 - rank, 8))
+    def hello(self, rank: int, *, num_blocks: int = 10, epoch: int = 1, world_size: int = 2, mode: str = "cpu") -> None:
+        self.say(rank, WorkerHello(epoch, rank, world_size, num_blocks, 16, 100, 512 - rank, 8, mode))
 
     def say(self, rank: int, message: object) -> None:
         self.sockets[rank].send(WORKER_SCHEMA.encode(message))
@@ -79,9 +79,18 @@ def test_all_ranks_when_they_say_hello_then_info_is_what_each_can_do(ranks: Rank
     with pytest.raises(EngineError, match=r"ranks \[0\]"):
         ranks.executor.wait_ready(0.2)
     ranks.hello(0)
-    expected = ExecutorInfo(epoch=1, num_blocks=7, block_size=16, vocab_size=100, max_model_len=511, max_num_seqs=8)
+    expected = ExecutorInfo(
+        epoch=1, num_blocks=7, block_size=16, vocab_size=100, max_model_len=511, max_num_seqs=8, mode="cpu"
+    )
     assert ranks.executor.wait_ready(WAIT) == expected
     assert ranks.executor.info == expected
+
+
+def test_ranks_that_compute_differently_when_they_say_hello_then_engine_error(ranks: Ranks) -> None:
+    ranks.hello(0, mode="cpu avx2")
+    ranks.hello(1, mode="cpu avx512f")
+    with pytest.raises(EngineError, match="cpu avx2, cpu avx512f"):
+        ranks.executor.wait_ready(WAIT)
 
 
 def test_two_plans_when_submitted_then_every_rank_gets_both_and_results_come_in_order(ranks: Ranks) -> None:

@@ -1,0 +1,49 @@
+"""What a token's bits depend on beside the weights, as one short text. Pure data; the workers make it, all may read it.
+
+`cpu avx512bf16 cpu/native bfloat16 tp1 exact`: device, hardware, kernel backend / model backend, type, ranks, promise.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from novainfer.errors import ConfigError
+
+EXACT = "exact"
+BEST_EFFORT = "best-effort"
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_PATTERN = re.compile(
+    rf"(?P<device>[a-z]+) (?P<hardware>[\w.-]{{1,100}}) (?P<kernel_backend>[a-z]+)/(?P<model_backend>[a-z]+)"
+    rf" (?P<dtype>[a-z0-9]+) tp(?P<ranks>[1-9]\d{{0,3}}) (?P<promise>{EXACT}|{BEST_EFFORT})",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """How the workers compute. Equal modes of the same release, both exact, give equal tokens."""
+
+    device: str
+    hardware: str  # a GPU's name, or the instruction set of the CPU kernels ("torch-..." where torch computes)
+    kernel_backend: str  # as in `ParallelConfig`, never auto
+    model_backend: str  # as in `ModelConfig`, never auto
+    dtype: str  # of weights, activations and KV cache
+    tensor_parallel_size: int
+    is_exact: bool  # a token does not depend on the batch, the chunks of its prompt, or the cache
+
+    def __str__(self) -> str:
+        hardware = "-".join(_NAME.findall(self.hardware))
+        promise = EXACT if self.is_exact else BEST_EFFORT
+        backends = f"{self.kernel_backend}/{self.model_backend}"
+        return f"{self.device} {hardware} {backends} {self.dtype} tp{self.tensor_parallel_size} {promise}"
+
+    @classmethod
+    def parse(cls, text: str) -> Mode:
+        """Undo `str`. Raises `ConfigError` for a text that is no mode."""
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"{text[:200]!r} is no mode that this release knows")
+        words = match.groupdict()
+        ranks, promise = int(words.pop("ranks")), words.pop("promise")
+        return cls(**words, tensor_parallel_size=ranks, is_exact=promise == EXACT)

@@ -1,0 +1,43 @@
+"""What a loaded model says of how it computes: exact only where every kernel of it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.backend import KernelBackend
+from kernels.cpu_backend import CpuBackend
+from kernels.reference_backend import ReferenceBackend
+from novainfer.config import ModelConfig
+from tests.parity.builders import build_checkpoint
+from workers.mode import find_mode
+from workers.models.loader import load_model
+from workers.tensor_parallel import TensorParallel
+
+pytestmark = pytest.mark.stage0
+
+CPU = torch.device("cpu")
+
+
+def mode(folder: Path, kernels: KernelBackend, *, dtype: str = "float32", block_size: int = 16) -> str:
+    tp = TensorParallel.single()
+    model = load_model(ModelConfig(model=str(folder), dtype=dtype), tp=tp, kernels=kernels, device=CPU)
+    return str(find_mode(kernels, model, tp, CPU, block_size))
+
+
+def test_a_native_decoder_when_all_kernels_are_native_then_exact_else_not(tmp_path: Path) -> None:
+    folder = build_checkpoint("qwen3", tmp_path / "model")
+    native, fallback = CpuBackend("portable"), CpuBackend("no such instruction set")
+    torch_isa = f"torch-{torch.backends.cpu.get_cpu_capability()}"
+    assert mode(folder, native) == "cpu portable cpu/native float32 tp1 exact"
+    assert mode(folder, native, dtype="bfloat16") == "cpu portable cpu/native bfloat16 tp1 exact"
+    assert mode(folder, native, block_size=10) == "cpu portable cpu/native float32 tp1 best-effort"
+    assert mode(folder, fallback) == f"cpu {torch_isa} cpu/native float32 tp1 best-effort"
+    assert mode(folder, ReferenceBackend()) == f"cpu {torch_isa} reference/native float32 tp1 best-effort"
+
+
+def test_transformers_own_code_when_it_runs_then_nothing_is_promised(tmp_path: Path) -> None:
+    folder = build_checkpoint("starcoder2", tmp_path / "model")
+    assert mode(folder, CpuBackend("portable")) == "cpu portable cpu/transformers float32 tp1 best-effort"

@@ -1,0 +1,34 @@
+"""How this rank computes, in words; see `novainfer.mode`."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.backend import KernelBackend
+from novainfer.mode import Mode
+from workers.models.base import CausalLM
+from workers.models.decoder import Decoder
+from workers.tensor_parallel import TensorParallel
+
+
+def find_mode(
+    kernels: KernelBackend, model: CausalLM, tp: TensorParallel, device: torch.device, block_size: int
+) -> Mode:
+    """The mode of a loaded model. block_size: tokens in a KV block."""
+    spec = model.spec
+    is_native = isinstance(model, Decoder)  # of transformers' own code nobody knows which operations it uses
+    return Mode(
+        device=device.type,
+        hardware=_hardware(kernels, device),
+        kernel_backend=kernels.name,
+        model_backend="native" if is_native else "transformers",
+        dtype=str(spec.dtype).removeprefix("torch."),
+        tensor_parallel_size=tp.world_size,
+        is_exact=is_native and kernels.is_exact(block_size, spec.head_dim, spec.dtype),
+    )
+
+
+def _hardware(kernels: KernelBackend, device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return kernels.isa or f"torch-{torch.backends.cpu.get_cpu_capability()}"
