@@ -95,6 +95,7 @@ class ScriptedScheduler:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.epoch = 1
+        self.session = time.monotonic_ns()  # another object is another scheduler process
         self.ready = True
         self.script: Callable[[AddRequest, int], list[int] | None] = lambda request, choice: None
         self.reject: Callable[[AddRequest], RequestRejected | None] = lambda request: None
@@ -138,6 +139,7 @@ class ScriptedScheduler:
         def forget() -> None:
             self.live.clear()
             self.epoch += 1
+            self.session += 1
             self._send_info()
 
         self.run_in_thread(forget)
@@ -290,7 +292,7 @@ class ScriptedScheduler:
         )  # fmt: skip
 
     def _send_info(self) -> None:
-        self.send_all(EngineInfo(self.epoch, self.ready, self.vocab_size, self.max_model_len, 16, 100, 8))
+        self.send_all(EngineInfo(self.epoch, self.ready, self.vocab_size, self.max_model_len, 16, 100, 8, self.session))
 
     def _send(self, identity: bytes, message: object) -> None:
         try:
