@@ -30,7 +30,7 @@ class PromptState:
     params: SamplingParams
     eos_token_ids: list[int]
     echo: str = ""
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None  # as first told; a recovered engine finds its own output cached too
     logprobs: list[Logprobs] = field(default_factory=list)
 
 
@@ -140,7 +140,7 @@ class Generation:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(p.num_cached_tokens for p in self.prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(p.num_cached_tokens or 0 for p in self.prompts)},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
@@ -162,7 +162,8 @@ class Generation:
         if isinstance(item, PromptLogprobs):
             prompt.logprobs += item.entries
             return None
-        prompt.num_cached_tokens = max(prompt.num_cached_tokens, item.num_cached_tokens)
+        if prompt.num_cached_tokens is None:
+            prompt.num_cached_tokens = item.num_cached_tokens
         output = self.outputs[number * self._n + item.choice]
         if output.finish_reason is not None:
             return None  # ended by a stop string; this is the engine's answer to our cancel

@@ -30,7 +30,14 @@ from gateway.service import GatewayService
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig, ServerConfig
 from novainfer.errors import ConfigError, EngineError
-from novainfer.protocol.supervision import ROLE_GATEWAY, SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted
+from novainfer.protocol.supervision import (
+    GIVE_UP_SIGNAL,
+    ROLE_GATEWAY,
+    SUPERVISOR_SCHEMA,
+    ChildFault,
+    ChildReady,
+    ChildStarted,
+)
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import connect_push
 from novainfer.transport.parent import die_with_parent
@@ -50,21 +57,30 @@ class GatewayServer(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._drain_timeout = drain_timeout
+        self._farewell = "The server is shutting down."
         self._drain_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Run until drained."""
         self._loop = asyncio.get_running_loop()
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: nobody signals us
+            self._loop.add_signal_handler(GIVE_UP_SIGNAL, self.give_up)
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM: drain; once more: leave now. Not kept for re-raising, so the exit code is 0.
+        """SIGTERM: drain; once more: leave now. Not kept for re-raising, so the exit code is 0. SIGUSR1: see `give_up`.
 
         Ctrl-C reaches the whole process group; what it means the supervisor decides.
         """
         if self._loop is not None and sig != signal.SIGINT:
             self._loop.call_soon_threadsafe(self.begin_drain)
+
+    def give_up(self) -> None:
+        """The engine will not come back: end every stream with an error, then stop."""
+        self._drain_timeout = 0.0
+        self._farewell = "The engine failed for good."
+        self.begin_drain()
 
     def begin_drain(self) -> None:
         """Refuse what is new, then stop when the rest has ended. A second call stops at once."""
@@ -79,7 +95,7 @@ class GatewayServer(uvicorn.Server):
         log.info("draining: %d live requests", limits.num_live)
         await self._until_idle(self._drain_timeout)
         if limits.num_live:
-            self._service.client.fail_all(EngineError("The server is shutting down."), tell_engine=True)
+            self._service.client.fail_all(EngineError(self._farewell), tell_engine=True)
             await self._until_idle(_LAST_WORDS_SECONDS)
         self.should_exit = True
 

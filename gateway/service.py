@@ -94,7 +94,7 @@ class GatewayService:
         if info is None:
             return "no engine"
         if not info.ready:
-            return "loading"
+            return "loading" if self.client.limits is None else "recovering"
         return None if self.client.ready else "engine silent"
 
     def unhealthy_reason(self) -> str | None:
@@ -105,16 +105,19 @@ class GatewayService:
             return reason or "no figures from the engine"
         if self.client.stats_age > STATS_SECONDS:
             return "engine silent"
-        if stats.seconds_since_progress > self.config.server.hang_timeout / 2:
+        if stats.seconds_since_progress > self.config.server.stall_timeout / 2:
             return "no progress"
         return None
 
     def engine_info(self) -> EngineInfo:
-        """The engine's limits; raises `OverloadedError` (503) until it is ready."""
-        reason, info = self.unready_reason(), self.client.info
-        if reason is not None or info is None:
-            raise OverloadedError(f"The server cannot take requests now: {reason}.", retry_after=2.0)
-        return info
+        """The engine's limits; raises `OverloadedError` (503) while draining, and until they are known.
+
+        While the engine recovers, requests are taken: they wait with those that were there.
+        """
+        limits = self.client.limits
+        if limits is None or self.limits.draining or not self.client.accepts:
+            raise OverloadedError(f"The server cannot take requests now: {self.unready_reason()}.", retry_after=2.0)
+        return limits
 
     def check_model(self, name: str | None) -> str:
         """The model's name as the client used it; 404 for one that is not served. Without a name: the first."""

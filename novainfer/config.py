@@ -111,7 +111,8 @@ class ServerConfig:
     max_requests_per_key: int = option(0, "Live requests of one API key in one gateway (0 = no limit); more get 429.")
     drain_timeout: float = option(30.0, "Seconds that accepted streams may take to finish after SIGTERM.")
     start_timeout: float = option(600.0, "Seconds from start until every process must be ready.")
-    hang_timeout: float = option(60.0, "Seconds a step may take before the workers count as hung.")
+    hang_timeout: float = option(4.0, "Seconds of silence after which a rank or the scheduler counts as hung.")
+    stall_timeout: float = option(60.0, "Seconds that a rank may spend on one layer before it counts as hung.")
     run_dir: str | None = option(None, "Directory for sockets (0700); default: a new temporary one.")
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
@@ -170,6 +171,7 @@ def check(config: ServeConfig) -> None:
         "max_live_requests": config.server.max_live_requests,
         "max_body_mib": config.server.max_body_mib,
         "hang_timeout": config.server.hang_timeout,
+        "stall_timeout": config.server.stall_timeout,
         "start_timeout": config.server.start_timeout,
     }
     for name, value in positive.items():

@@ -37,6 +37,10 @@ class EngineError(NovaInferError):
     """The engine failed while it worked on an accepted request (HTTP 500)."""
 
 
+class PeerLostError(EngineError):
+    """A rank cannot reach another rank of its group: the fault is not its own."""
+
+
 class ProtocolError(NovaInferError):
     """A peer sent bytes that are not a message of the closed schema."""
 

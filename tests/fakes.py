@@ -95,6 +95,7 @@ class ScriptedScheduler:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.epoch = 1
+        self.session = time.monotonic_ns()  # another object is another scheduler process
         self.ready = True
         self.mode = "cpu avx2 cpu/native float32 tp1 exact"
         self.script: Callable[[AddRequest, int], list[int] | None] = lambda request, choice: None
@@ -139,6 +140,7 @@ class ScriptedScheduler:
         def forget() -> None:
             self.live.clear()
             self.epoch += 1
+            self.session += 1
             self._send_info()
 
         self.run_in_thread(forget)
@@ -296,7 +298,8 @@ class ScriptedScheduler:
         )  # fmt: skip
 
     def _send_info(self) -> None:
-        self.send_all(EngineInfo(self.epoch, self.ready, self.vocab_size, self.max_model_len, 16, 100, 8, self.mode))
+        limits = (self.vocab_size, self.max_model_len, 16, 100, 8)
+        self.send_all(EngineInfo(self.epoch, self.ready, *limits, self.session, self.mode))
 
     def _send(self, identity: bytes, message: object) -> None:
         try:

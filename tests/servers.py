@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,12 @@ import psutil
 READY = re.compile(r"NovaInfer is ready on (http://\S+)")
 START_PATIENCE = 240  # seconds; a cold start on a busy machine
 STOP_PATIENCE = 90
+_HELD = (
+    "novainfer_gateway_live_requests",
+    "novainfer_num_requests_running",
+    "novainfer_num_requests_waiting",
+    "novainfer_kv_cache_usage_ratio",
+)
 
 
 class RunningServer:
@@ -64,7 +71,10 @@ class RunningServer:
         """Our processes by title, e.g. "supervisor", "gateway 0", "scheduler 0", "worker 0.1"; Ray's are not in it."""
         found = {}
         for process in self.tree():
-            title = " ".join(process.cmdline()).strip("\0 ")
+            try:
+                title = " ".join(process.cmdline()).strip("\0 ")
+            except psutil.NoSuchProcess:  # it has just ended
+                continue
             if title.startswith("novainfer: "):
                 found[title.removeprefix("novainfer: ")] = process
         return found
@@ -86,6 +96,30 @@ class RunningServer:
     def http(self, **headers: str) -> httpx.Client:
         """A plain client that ignores proxies; close it."""
         return httpx.Client(base_url=self.base_url, trust_env=False, timeout=120.0, headers=headers)
+
+    def metric(self, name: str) -> float:
+        """The value of a metric that has one."""
+        with self.http() as http:
+            for line in http.get("/metrics").text.splitlines():
+                if line.startswith(name) and line[len(name)] in " {":
+                    return float(line.rsplit(" ", 1)[1])
+        raise AssertionError(f"no metric {name}")
+
+    def wait_until_ready(self) -> None:
+        """Block until `/readyz` says so, after something has been replaced."""
+        with self.http() as http:
+            while http.get("/readyz").status_code != 200:
+                assert self.process.poll() is None, self.errors
+
+    def wait_until_nothing_is_held(self) -> None:
+        """Block until a report of the engine says that everything is free; they come several times a second."""
+        deadline = time.monotonic() + 60
+        while (
+            held := {name: self.metric(name) for name in _HELD if self.metric(name)}
+        ) and time.monotonic() < deadline:
+            with self.http() as http:
+                http.get("/health")  # each look takes a while; nothing else to wait for from outside
+        assert not held
 
     # -- its end ------------------------------------------------------------------------------------------------
 

@@ -72,6 +72,11 @@ class ModelRunner:
         self._tp = tp
         self._sampler = Sampler(kernels)
 
+    @property
+    def progress(self) -> int:
+        """Grows with every layer; may be read by another thread."""
+        return self._model.layers_done
+
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step to its end: the result on rank 0, None elsewhere. Raises `EngineError` for an impossible plan."""
         pending = self.launch(plan)

@@ -34,7 +34,7 @@ class RowLimits:
 
 
 class RequestStates:
-    """Rows 0 .. max_num_seqs - 1. Its only writers are `apply`, `append` and `advance`, once per step in that order."""
+    """Rows 0 .. max_num_seqs - 1. Written by `apply`, `append`, `advance`, once per step in that order, and `clear`."""
 
     def __init__(self, limits: RowLimits, device: torch.device) -> None:
         rows = limits.max_num_seqs
@@ -64,6 +64,10 @@ class RequestStates:
             self._append_blocks(blocks.row, blocks.block_ids)
         self._check_copies(plan)
         self._check_work(plan)
+
+    def clear(self) -> None:
+        """Free every row: its owner is gone."""
+        self.in_use[:] = False
 
     def append(self, rows: IntArray, row_index: Tensor, token_ids: Tensor) -> None:
         """Add the sampled token_ids [B] int64 (device) to `rows` [B]; row_index is `rows` on the device, int64."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import zmq
 
-from novainfer.errors import EngineError
-from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, WorkerFault, WorkerHello
+from novainfer.errors import EngineError, PeerLostError
+from novainfer.protocol.step import WORKER_SCHEMA, Adopt, IndexedBlock, Shutdown, StepPlan, WorkerFault, WorkerHello
 from novainfer.protocol.supervision import (
     ROLE_WORKER,
     SUPERVISOR_SCHEMA,
@@ -25,63 +25,98 @@ from novainfer.protocol.supervision import (
     LoadProgress,
 )
 from novainfer.transport.channel import connect_dealer, connect_push
+from workers.held_blocks import HeldBlocks
 from workers.launch import RankLaunch, RankPlace
 from workers.model_runner import PendingStep
+from workers.pulse import Pulse
 from workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+HELLO_INTERVAL_MS = 100  # so soon a new scheduler learns of an idle rank
 _LAST_WORD_LINGER_MS = 1000
 
 
 def run_rank(launch: RankLaunch) -> None:
     """Live as one rank until the scheduler says Shutdown. Raises what made it fail, after telling both peers."""
     place = launch.place
-    with zmq.Context() as context, Reports(context, launch) as reports:
+    with (
+        zmq.Context() as context,
+        Reports(context, launch) as reports,
+        Pulse(context, launch.supervisor, place.rank, place.epoch) as pulse,
+    ):
         socket = connect_dealer(context, launch.scheduler, f"rank-{place.rank}-{place.epoch}".encode())
         try:
-            reports.send(ChildStarted(ROLE_WORKER, place.rank, os.getpid()))
+            reports.send(ChildStarted(ROLE_WORKER, place.rank, os.getpid(), epoch=place.epoch))
             worker = Worker.build(launch.config, place, reports.progress)
-            socket.send(WORKER_SCHEMA.encode(_hello(worker, place)))
-            reports.send(ChildReady(ROLE_WORKER, place.rank))
-            StepLoop(worker, socket).run()
+            pulse.progress = lambda: worker.runner.progress
+            loop = StepLoop(worker, place, socket, pulse)
+            reports.send(ChildReady(ROLE_WORKER, place.rank, place.epoch))
+            loop.run()
             worker.tp.close()
         except Exception as error:
             logger.exception("rank %d cannot go on", place.rank)
             message = f"{type(error).__name__}: {error}"
             socket.send(WORKER_SCHEMA.encode(WorkerFault(place.epoch, place.rank, message)))
-            reports.send(ChildFault(ROLE_WORKER, place.rank, place.epoch, message))
+            peer_lost = isinstance(error, PeerLostError)
+            reports.send(ChildFault(ROLE_WORKER, place.rank, place.epoch, message, peer_lost))
             raise
         finally:
             socket.close(linger=_LAST_WORD_LINGER_MS)
 
 
 class StepLoop:
-    """Receives plans in order, runs each once, and sends rank 0's results in the same order."""
+    """Receives plans in order, runs each once, and sends rank 0's results in the same order.
 
-    def __init__(self, worker: Worker, socket: zmq.Socket[bytes]) -> None:
+    Says hello as long as no plan comes: a scheduler that has replaced another one knows nothing of this rank.
+    """
+
+    def __init__(self, worker: Worker, place: RankPlace, socket: zmq.Socket[bytes], pulse: Pulse) -> None:
         self._worker = worker
+        self._place = place
         self._socket = socket
-        self._epoch = worker.info.epoch
+        self._pulse = pulse
+        self._held = HeldBlocks()
+        self._epoch = place.epoch
+        self._hello_epoch = place.epoch  # up to here the scheduler knows for certain what we hold
         self._last_step: int | None = None
         self._pending: deque[PendingStep] = deque()  # launched, not finished; rank 0 only
 
     def run(self) -> None:
         """Until Shutdown. Raises `EngineError` for a plan out of order, and whatever a step raises."""
+        self._say_hello([])
         while True:
+            self._pulse.is_busy = bool(self._pending)
             if self._pending and not self._may_launch_more():
                 self._finish_oldest()
                 continue
+            if not self._socket.poll(HELLO_INTERVAL_MS):
+                self._say_hello([])
+                continue
             message = WORKER_SCHEMA.decode(self._socket.recv())
-            if getattr(message, "epoch", self._epoch) < self._epoch:
-                continue  # meant for the group that this one replaced
-            if isinstance(message, Shutdown):
+            self._pulse.is_busy = True
+            if isinstance(message, Adopt):
+                self._follow(message)
+            elif message.epoch < self._epoch:
+                continue  # of a scheduler that was replaced
+            elif isinstance(message, Shutdown):
                 break
-            if not isinstance(message, StepPlan):
+            elif isinstance(message, StepPlan):
+                self._launch(message)
+            else:
                 raise EngineError(f"the scheduler sent a {type(message).__name__}")
-            self._launch(message)
         while self._pending:
             self._finish_oldest()
+
+    def _follow(self, adopt: Adopt) -> None:
+        """Another scheduler: no row is known to it, and no step was ever asked for. It is told once more if it asks."""
+        if adopt.epoch < self._epoch or adopt.epoch == self._hello_epoch:
+            return
+        while self._pending:
+            self._finish_oldest()
+        self._worker.runner.states.clear()
+        self._epoch, self._last_step = adopt.epoch, None
+        self._say_hello(self._held.tell(), epoch=adopt.epoch)
 
     def _may_launch_more(self) -> bool:
         return len(self._pending) < self._worker.max_launched and bool(self._socket.poll(0))
@@ -91,12 +126,32 @@ class StepLoop:
         if plan.epoch != self._epoch or plan.step != expected:
             raise EngineError(f"got step {plan.step} of epoch {plan.epoch}, not step {expected} of epoch {self._epoch}")
         self._last_step = plan.step
+        self._hello_epoch = self._epoch
+        if self._place.rank == 0:
+            self._held.apply(plan)
         pending = self._worker.runner.launch(plan)
         if pending is not None:
             self._pending.append(pending)
 
     def _finish_oldest(self) -> None:
         self._socket.send(WORKER_SCHEMA.encode(self._pending.popleft().finish()))
+
+    def _say_hello(self, held: list[IndexedBlock], *, epoch: int | None = None) -> None:
+        info = self._worker.info
+        hello = WorkerHello(
+            epoch=self._hello_epoch if epoch is None else epoch,
+            group=self._place.epoch,
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_num_seqs=info.max_num_seqs,
+            held=held,
+            mode=info.mode,
+        )
+        self._socket.send(WORKER_SCHEMA.encode(hello))
 
 
 class Reports:
@@ -123,18 +178,3 @@ class Reports:
     def progress(self, stage: str, done: int, total: int) -> None:
         """Report how far loading is."""
         self.send(LoadProgress(self._rank, stage, done, total))
-
-
-def _hello(worker: Worker, place: RankPlace) -> WorkerHello:
-    info = worker.info
-    return WorkerHello(
-        epoch=place.epoch,
-        rank=place.rank,
-        world_size=place.world_size,
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
-        max_num_seqs=info.max_num_seqs,
-        mode=info.mode,
-    )

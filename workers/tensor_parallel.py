@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from novainfer.errors import UnsupportedModelError
+from novainfer.errors import PeerLostError, UnsupportedModelError
 
 
 class TensorParallel:
@@ -58,11 +60,12 @@ class TensorParallel:
         self._group = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, the same bits on each; x may be overwritten."""
+        """The sum over the ranks, the same bits on each; x may be overwritten. Raises `PeerLostError`, as all below."""
         if self.world_size == 1:
             return x
         if self.world_size == 2:  # a + b has one order only
-            dist.all_reduce(x, group=self._group)
+            with _peers():
+                dist.all_reduce(x, group=self._group)
             return x
         parts = self._gather(x)
         total = parts[0].float()
@@ -77,7 +80,8 @@ class TensorParallel:
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Overwrite x with rank src's, and return it."""
         if self.world_size > 1:
-            dist.broadcast(x, src, group=self._group)
+            with _peers():
+                dist.broadcast(x, src, group=self._group)
         return x
 
     def shard(self, size: int, what: str) -> slice:
@@ -89,5 +93,15 @@ class TensorParallel:
 
     def _gather(self, local: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
-        dist.all_gather(parts, local.contiguous(), group=self._group)
+        with _peers():
+            dist.all_gather(parts, local.contiguous(), group=self._group)
         return parts
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """What goes wrong in here goes wrong between the ranks: one of them is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"another rank cannot be reached: {error}") from error

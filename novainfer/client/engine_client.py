@@ -1,8 +1,9 @@
 """The gateway's end of the scheduler socket: submit, cancel, and one reader that dispatches whole `OutputBatch`es.
 
-Lives in the gateway's event loop. Holds the journal; knows no HTTP and no text. A scheduler that died and came back,
-or workers that were replaced, show as an `EngineInfo` with a higher epoch: then every live request is sent again with
-the tokens it has, and goes on. Nothing is promised for an engine that stays silent: its requests end with an error.
+Lives in the gateway's event loop. Holds the journal; knows no HTTP and no text. Workers that are being replaced show
+as an `EngineInfo` that is not ready: the streams wait, the scheduler has all it needs. A scheduler that knows nothing
+of us (it died and came back) shows as another session: then every live request is sent again with the tokens it has,
+and goes on. Nothing is promised for an engine that stays silent for minutes: its requests end with an error.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from novainfer.transport.channel import connect_dealer
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 0.5
-SILENCE_BEFORE_HELLO = 2.0  # stats come about once a second
-SILENCE_BEFORE_UNREADY = 5.0
+HEARTBEAT_SECONDS = 0.25
+SILENCE_BEFORE_HELLO = 0.75  # stats come four times a second
+SILENCE_BEFORE_UNREADY = 2.0
+LOST_SECONDS = 120.0  # by then the supervisor has replaced whatever is gone, or ended us
 ANSWER_SECONDS = 5.0
 MESSAGES_PER_TURN = 64  # then other tasks of the loop have their turn
 
@@ -49,11 +51,12 @@ class EngineClient:
     """One scheduler, as seen from one gateway.
 
     lost_timeout: seconds of silence after which live requests end with an error.
-    `info` and `stats` are the last that came, None before.
+    `info` and `stats` are the last that came, None before; `limits` is the last info of an engine that was ready.
     """
 
-    def __init__(self, endpoint: Endpoint, *, gateway_id: str, lost_timeout: float = 15.0) -> None:
+    def __init__(self, endpoint: Endpoint, *, gateway_id: str, lost_timeout: float = LOST_SECONDS) -> None:
         self.info: EngineInfo | None = None
+        self.limits: EngineInfo | None = None
         self.stats: EngineStats | None = None
         self.num_protocol_errors = 0
         self._identity = gateway_id.encode()
@@ -65,7 +68,7 @@ class EngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._answers: dict[int, asyncio.Future[bool]] = {}  # by the query that asked for it
         self._queries = itertools.count()
-        self._resumed_epoch = -1
+        self._session = -1  # in which the scheduler knows our requests
         self._last_heard = time.monotonic()
         self._stats_at = self._last_heard
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -104,6 +107,11 @@ class EngineClient:
         return info is not None and info.ready and self.silence < SILENCE_BEFORE_UNREADY
 
     @property
+    def accepts(self) -> bool:
+        """Requests may be submitted: also while the engine recovers, when they wait with the others."""
+        return self.limits is not None and self.silence < self._lost_timeout
+
+    @property
     def silence(self) -> float:
         """Seconds since the scheduler's last message."""
         return time.monotonic() - self._last_heard
@@ -130,9 +138,10 @@ class EngineClient:
     def submit(self, *requests: AddRequest) -> RequestStream:
         """Enter requests in the journal and send them; their outputs come on one stream, which must be closed.
 
-        Raises `OverloadedError` while the engine is not ready. A refusal by the scheduler is raised by the stream.
+        Raises `OverloadedError` before the engine is ready for the first time, or when it is lost. A refusal by the
+        scheduler is raised by the stream.
         """
-        if not self.ready or self.info is None:
+        if not self.accepts or self.info is None:
             raise OverloadedError("The engine is not ready.", retry_after=2.0)
         stream = RequestStream([request.request_id for request in requests], self.cancel)
         now = time.monotonic()
@@ -265,9 +274,10 @@ class EngineClient:
         self.info = info
         if not info.ready:
             return
+        self.limits = info
         self._ready.set()
-        if info.epoch != self._resumed_epoch:
-            self._resumed_epoch = info.epoch
+        if info.session != self._session:
+            self._session = info.session
             self._resume_all()
 
     def _resume_all(self) -> None:
@@ -279,7 +289,7 @@ class EngineClient:
                 self._send(CancelRequest(entry.request.request_id, choice))
 
     def _beat(self) -> None:
-        """Twice a second: say hello to a silent scheduler (it may be a new one), give a lost one up."""
+        """Now and then: say hello to a silent scheduler (it may be a new one), give a lost one up."""
         if self._loop is None or self._socket is None:
             return
         self._receive()

@@ -117,5 +117,5 @@ def _merge(items: list[StreamItem]) -> StreamItem:
         index=outputs[0].index,
         token_ids=[token_id for output in outputs for token_id in output.token_ids],
         logprobs=[entry for output in outputs for entry in output.logprobs],
-        num_cached_tokens=max(output.num_cached_tokens for output in outputs),
+        num_cached_tokens=outputs[0].num_cached_tokens,
     )

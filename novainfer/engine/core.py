@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from novainfer.config import ServeConfig
 from novainfer.executor.base import Executor
 from novainfer.protocol.messages import AddRequest, TokenOutput
+from novainfer.protocol.step import IndexedBlock
 from novainfer.scheduler.batch import StepOutputs
 from novainfer.scheduler.scheduler import Scheduler
 
@@ -12,10 +15,12 @@ from novainfer.scheduler.scheduler import Scheduler
 class EngineCore:
     """`submit` keeps up to `steps_in_flight` plans with the workers, `collect` applies the oldest result."""
 
-    def __init__(self, executor: Executor, config: ServeConfig) -> None:
+    def __init__(self, executor: Executor, config: ServeConfig, held: Sequence[IndexedBlock] = ()) -> None:
+        """`held`: what the workers' KV blocks hold already, in another scheduler's account."""
         self._executor = executor
         self._steps_in_flight = config.scheduler.steps_in_flight
         self.scheduler = Scheduler(executor.info, config.scheduler, config.cache)
+        self.scheduler.kv.adopt(held)
 
     def add(self, message: AddRequest, now: float) -> list[TokenOutput]:
         """See `Scheduler.add`."""

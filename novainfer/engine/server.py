@@ -1,7 +1,9 @@
-"""The scheduler process: one thread, two sockets. Gateways in front, worker ranks behind; nothing else is shared.
+"""The scheduler process: one thread. Gateways in front, worker ranks behind, the supervisor above; nothing is shared.
 
-Each turn of the loop: receive messages, submit plans, apply the oldest result, publish one batch per gateway.
-`python -m novainfer.engine.server --run-dir DIR --replica N`
+Each turn of the loop: receive messages, submit plans, apply the oldest result, publish one batch per gateway. It
+outlives its workers: when they fail it tells the supervisor, and waits until that has sent others. It holds nothing
+that gateways and ranks cannot tell a successor.
+`python -m novainfer.engine.server --run-dir DIR --replica N --epoch E --group G`
 """
 
 from __future__ import annotations
@@ -21,10 +23,8 @@ from novainfer.config import ServeConfig
 from novainfer.engine.core import EngineCore
 from novainfer.engine.metrics import collect_stats
 from novainfer.errors import ConfigError, EngineError, InvalidRequestError, OverloadedError, ProtocolError
-from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.zmq_executor import ZmqExecutor
 from novainfer.protocol.messages import (
-    FINISH_ERROR,
     GATEWAY_SCHEMA,
     AddRequest,
     AliasCancelled,
@@ -39,76 +39,87 @@ from novainfer.protocol.messages import (
 )
 from novainfer.protocol.supervision import (
     FIRST_EPOCH,
+    ORDERS_SCHEMA,
     ROLE_SCHEDULER,
     SUPERVISOR_SCHEMA,
-    ChildFault,
     ChildReady,
     ChildStarted,
+    SchedulerPulse,
+    WorkersFault,
+    WorkersLost,
 )
 from novainfer.transport.addresses import RunDir
-from novainfer.transport.channel import bind_router, connect_push
+from novainfer.transport.channel import bind_pull, bind_router, connect_push
 from novainfer.transport.parent import die_with_parent
 
 logger = logging.getLogger("novainfer.scheduler")
 
-STATS_INTERVAL = 1.0  # seconds
+STATS_INTERVAL = 0.25  # seconds; so often a gateway hears that we live, and the supervisor too
 _MAX_MESSAGES_PER_TURN = 256
-_NOT_READY_RETRY_AFTER = 2.0  # seconds
+_SESSIONS_PER_EPOCH = 1 << 32
 
 
 class SchedulerServer:
-    """Owns both sockets and, once every rank has loaded, the engine."""
+    """Owns the sockets and, from the first time that every rank has said hello, the engine."""
 
-    def __init__(self, config: ServeConfig, run_dir: RunDir, replica: int) -> None:
+    def __init__(self, config: ServeConfig, run_dir: RunDir, replica: int, *, epoch: int, group: int) -> None:
+        """`group`: the epoch in which the worker group was started that works here at first."""
         self._config = config
         self._replica = replica
+        self._epoch = epoch
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gateway_socket = bind_router(self._context, run_dir.gateways(replica))
         self._executor = ZmqExecutor(
             run_dir.workers(replica),
             world_size=config.parallel.tensor_parallel_size,
-            epoch=FIRST_EPOCH,
+            epoch=epoch,
             context=self._context,
         )
+        self._executor.expect(epoch, group=group)
+        self._orders = bind_pull(self._context, run_dir.orders(replica))
         self._supervisor = connect_push(self._context, run_dir.supervisor())
         self._engine: EngineCore | None = None
+        self._has_workers = False
+        self._have_failed = False  # the workers; the supervisor has been told
+        self._num_steps = 0  # that ended in this epoch
         self._gateways: dict[bytes, str] = {}  # socket identity -> gateway id of its current process
+        self._sessions: dict[bytes, int] = {}  # socket identity -> `EngineInfo.session`
+        self._next_session = epoch * _SESSIONS_PER_EPOCH
         self._owner: dict[str, bytes] = {}  # request id -> socket identity of its gateway
         self._last_progress = time.monotonic()
         self._next_stats = 0.0
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_w.setblocking(False)
         self._poller = zmq.Poller()
-        for source in (self._gateway_socket, self._executor.socket, self._wake_r):
+        for source in (self._gateway_socket, self._executor.socket, self._orders, self._wake_r):
             self._poller.register(source, zmq.POLLIN)
         self._stopping = False
 
     # -- the loop -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until SIGTERM. Raises `EngineError` when the workers are lost; every request is ended first."""
+        """Serve until SIGTERM."""
         signal.set_wakeup_fd(self._wake_w.fileno())
         signal.signal(signal.SIGTERM, self._on_stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
-        self._report(ChildStarted(ROLE_SCHEDULER, self._replica, os.getpid()))
+        self._report(ChildStarted(ROLE_SCHEDULER, self._replica, os.getpid(), epoch=self._epoch))
         busy = False
         try:
             while not self._stopping:
                 self._receive(0.0 if busy else STATS_INTERVAL)
                 busy = self._advance()
                 self._publish_stats()
-        except EngineError as error:
-            self._fail_all(f"The engine failed: {error}")
-            self._report(ChildFault(ROLE_SCHEDULER, self._replica, FIRST_EPOCH, str(error)))
-            raise
         finally:
             self._executor.close()
+            self._orders.close()
             self._supervisor.close()
             self._gateway_socket.close(linger=500)
             self._context.term()
 
     def _receive(self, timeout: float) -> None:
         ready = dict(self._poller.poll(int(timeout * 1000)))
+        if self._orders in ready:
+            self._obey(ORDERS_SCHEMA.decode(self._orders.recv()))
         if self._gateway_socket in ready:
             for _ in range(_MAX_MESSAGES_PER_TURN):
                 try:
@@ -122,31 +133,57 @@ class SchedulerServer:
 
     def _advance(self) -> bool:
         """Submit and collect what is there; True if something moved, so that the next turn need not wait."""
-        if self._engine is None:
-            return self._try_start()
+        if self._engine is not None:
+            self._publish(self._engine.scheduler.expire(time.monotonic()), [])
+        if self._have_failed:
+            return False
+        try:
+            if self._engine is None or not self._has_workers:
+                return self._try_start()
+            return self._step(self._engine)
+        except EngineError as error:
+            self._have_failed = True
+            self._report(WorkersFault(self._replica, self._epoch, str(error)))
+            return False
+
+    def _step(self, engine: EngineCore) -> bool:
         now = time.monotonic()
-        self._publish(self._engine.scheduler.expire(now), [])
-        if self._engine.scheduler.num_in_flight == 0:
+        if engine.scheduler.num_in_flight == 0:
             self._last_progress = now
-        submitted = self._engine.submit()
-        outputs = self._engine.collect(0.0)
+        submitted = engine.submit()
+        outputs = engine.collect(0.0)
         if outputs is not None:
             self._last_progress = now
+            self._num_steps += 1
+            if self._num_steps == 1:
+                self._next_stats = 0.0  # the supervisor shall know at once that this group gets on
             self._publish(outputs.outputs, outputs.prompt_logprobs)
-        elif self._seconds_since_progress() > self._config.server.hang_timeout:
-            raise EngineError(f"no step has ended for {self._config.server.hang_timeout:g} s")
         return bool(submitted) or outputs is not None
 
     def _try_start(self) -> bool:
         info = self._executor.try_ready()
         if info is None:
             return False
-        logger.info("all ranks have loaded: %s", info)
-        self._engine = EngineCore(self._executor, self._config)
-        for identity in list(self._gateways):
-            self._send(identity, self._engine_info(info))
-        self._report(ChildReady(ROLE_SCHEDULER, self._replica))
+        logger.info("all ranks are ready: %s", info)
+        self._has_workers = True
+        if self._engine is None:
+            self._engine = EngineCore(self._executor, self._config, self._executor.held)
+        else:
+            self._publish(self._engine.attach_workers(self._executor), [])
+        self._inform_gateways()
+        self._report(ChildReady(ROLE_SCHEDULER, self._replica, self._epoch))
         return True
+
+    def _obey(self, order: WorkersLost) -> None:
+        if order.epoch <= self._epoch:
+            return  # it was for our predecessor
+        self._epoch = order.epoch
+        self._executor.expect(order.epoch, group=order.epoch)
+        self._has_workers = self._have_failed = False
+        self._num_steps = 0
+        self._inform_gateways()  # first: it says which epoch what follows is of
+        if self._engine is not None:
+            self._publish(self._engine.lose_workers(faulted=order.faulted), [])
 
     # -- messages from gateways -----------------------------------------------------------------------------
 
@@ -164,38 +201,36 @@ class SchedulerServer:
             if self._engine is not None and self._owner.get(message.request_id) == identity:
                 self._publish(self._engine.cancel(message.request_id, message.choice), [])
         elif isinstance(message, CancelAlias):
-            self._send(identity, AliasCancelled(message.query, self._cancel_alias(message)))
+            if self._engine is not None:  # else we cannot know: no answer
+                self._send(identity, AliasCancelled(message.query, self._cancel_alias(self._engine, message)))
         else:
             logger.warning("dropped a %s: not for the scheduler", type(message).__name__)
 
-    def _cancel_alias(self, message: CancelAlias) -> bool:
-        if self._engine is None:
-            return False
+    def _cancel_alias(self, engine: EngineCore, message: CancelAlias) -> bool:
         request_ids = [
             request_id
-            for request_id, request in self._engine.scheduler.requests.items()
+            for request_id, request in engine.scheduler.requests.items()
             if request.message.tenant == message.tenant and message.alias in request.message.aliases
         ]
         for request_id in request_ids:
-            self._publish(self._engine.cancel(request_id), [])
+            self._publish(engine.cancel(request_id), [])
         return bool(request_ids)
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         known = self._gateways.get(identity)
         if known is not None and known != hello.gateway_id:
             self._cancel_of(identity)  # its predecessor died; nobody reads those streams
+        if known != hello.gateway_id:
+            self._sessions[identity] = self._next_session
+            self._next_session += 1
         self._gateways[identity] = hello.gateway_id
-        self._send(identity, self._engine_info(None if self._engine is None else self._executor.info))
+        self._send(identity, self._engine_info(identity))
         self._next_stats = 0.0
 
     def _add(self, identity: bytes, message: AddRequest) -> None:
         request_id = message.request_id
         if self._engine is None:
-            rejected = RequestRejected(
-                request_id, 503, "The model is still loading.", retry_after=_NOT_READY_RETRY_AFTER
-            )
-            self._send(identity, rejected)
-            return
+            return  # it was sent to our predecessor; we shall get it again with the gateway's whole journal
         if self._owner.get(request_id, identity) != identity:
             self._send(identity, RequestRejected(request_id, 400, "This request id is in use."))
             return
@@ -232,14 +267,17 @@ class SchedulerServer:
                 self._owner.pop(output.request_id, None)
         step = self._engine.scheduler.step if self._engine is not None else 0
         for identity, (tokens, logprobs) in by_gateway.items():
-            self._send(identity, OutputBatch(FIRST_EPOCH, step, tokens, logprobs))
+            self._send(identity, OutputBatch(self._epoch, step, tokens, logprobs))
 
     def _publish_stats(self) -> None:
         now = time.monotonic()
-        if self._engine is None or now < self._next_stats:
+        if now < self._next_stats:
             return
         self._next_stats = now + STATS_INTERVAL
-        stats = collect_stats(self._engine.scheduler, FIRST_EPOCH, self._seconds_since_progress())
+        self._report(SchedulerPulse(self._replica, self._epoch, self._num_steps))
+        if self._engine is None:
+            return
+        stats = collect_stats(self._engine.scheduler, self._epoch, self._seconds_since_progress())
         for identity in list(self._gateways):
             self._send(identity, stats)
 
@@ -260,26 +298,21 @@ class SchedulerServer:
             if self._engine is not None:
                 self._engine.cancel(request_id)
 
-    def _fail_all(self, message: str) -> None:
-        """Every accepted request gets an end, also when the engine cannot go on."""
-        if self._engine is None:
-            return
-        ends = [
-            TokenOutput(r.request_id, s.choice, s.num_output, [], finish_reason=FINISH_ERROR, error=message)
-            for r in self._engine.scheduler.requests.values()
-            for s in r.sequences
-            if not s.finished
-        ]
-        self._publish(ends, [])
-
     # -- small things ---------------------------------------------------------------------------------------
 
-    def _engine_info(self, info: ExecutorInfo | None) -> EngineInfo:
-        if info is None:
-            return EngineInfo(epoch=FIRST_EPOCH, ready=False)
+    def _inform_gateways(self) -> None:
+        for identity in list(self._gateways):
+            self._send(identity, self._engine_info(identity))
+
+    def _engine_info(self, identity: bytes) -> EngineInfo:
+        session = self._sessions[identity]
+        if not self._has_workers:
+            return EngineInfo(epoch=self._epoch, ready=False, session=session)
+        info = self._executor.info
         return EngineInfo(
-            epoch=info.epoch,
+            epoch=self._epoch,
             ready=True,
+            session=session,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             block_size=info.block_size,
@@ -306,6 +339,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--epoch", type=int, default=FIRST_EPOCH)
+    parser.add_argument("--group", type=int, default=FIRST_EPOCH)
     args = parser.parse_args(argv)
     die_with_parent()
     setproctitle(f"novainfer: scheduler {args.replica}")
@@ -313,8 +348,8 @@ def main(argv: list[str] | None = None) -> int:
     config = ServeConfig.from_json(run_dir.config_file.read_text())
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        SchedulerServer(config, run_dir, args.replica).run()
-    except (ConfigError, EngineError) as error:
+        SchedulerServer(config, run_dir, args.replica, epoch=args.epoch, group=args.group).run()
+    except ConfigError as error:
         logger.error("%s", error)
         return 1
     return 0

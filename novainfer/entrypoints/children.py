@@ -38,7 +38,10 @@ class Phase(enum.IntEnum):
 
 @dataclass(slots=True)
 class ChildState:
-    """What the supervisor knows of one process. `process` is None for a worker rank, which Ray owns."""
+    """What the supervisor knows of one process. `process` is None for a worker rank, which Ray owns.
+
+    epoch: the one in which it was started, for the scheduler the one it works in.
+    """
 
     role: str
     index: int
@@ -48,6 +51,13 @@ class ChildState:
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     fault: str | None = None  # its last word, if it failed
+    peer_lost: bool = False  # it failed only because another rank was gone
+    process_file: int | None = None  # of a rank on this host: readable once the process is dead (pidfd_open(2))
+    # As its pulses tell, on the monotonic clock. None: it has not been heard of since it was started.
+    heard_at: float | None = None
+    is_busy: bool = False
+    progress: int = -1
+    moved_at: float = 0.0  # when it was idle, or `progress` another one
 
     @property
     def name(self) -> str:
@@ -63,20 +73,33 @@ class ChildTable:
         keys += [(ROLE_WORKER, rank) for rank in range(world_size)]
         self.children = {key: ChildState(*key, epoch) for key in keys}
 
+    def renew(self, role: str, epoch: int) -> None:
+        """All of one role are replaced by processes of this epoch, which have not been started."""
+        for child in self.of(role):
+            self.children[role, child.index] = ChildState(role, child.index, epoch)
+
+    def find(self, role: str, index: int, epoch: int) -> ChildState | None:
+        """The child that a report comes from; None if it has been replaced. Raises KeyError for an unknown one."""
+        child = self.children[role, index]
+        return child if child.epoch == epoch else None
+
     def of(self, role: str) -> list[ChildState]:
         """All of one role, by index."""
         return [child for child in self.children.values() if child.role == role]
 
     def started(self, message: ChildStarted) -> None:
         """Phase one of one child. Raises KeyError for a child that this server does not have."""
-        child = self.children[message.role, message.index]
+        child = self.find(message.role, message.index, message.epoch)
+        if child is None:
+            return
         child.pid, child.port = message.pid, message.port
         child.phase = max(child.phase, Phase.STARTED)
 
     def ready(self, message: ChildReady) -> None:
         """Phase two of one child. Raises KeyError for a child that this server does not have."""
-        child = self.children[message.role, message.index]
-        child.phase = max(child.phase, Phase.READY)
+        child = self.find(message.role, message.index, message.epoch)
+        if child is not None:
+            child.phase = max(child.phase, Phase.READY)
 
     def behind(self, phase: Phase) -> list[ChildState]:
         """The children that have not got as far as `phase`."""

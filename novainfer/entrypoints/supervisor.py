@@ -1,7 +1,9 @@
-"""The supervisor: starts every process of a server, watches them, and ends them in order. Knows no request.
+"""The supervisor: starts every process of a server, watches and replaces them, ends them in order. Knows no request.
 
 Start is in two phases: every process reports that it runs (`ChildStarted`), then that it can serve (`ChildReady`).
-Stop: gateways first (they drain), then the scheduler, then the workers. A death that nobody asked for stops all.
+Once all have served, a worker group or scheduler that dies or hangs is replaced, and the epoch raised each time. A
+death before that, of a gateway, or again and again, stops all.
+Stop: gateways first (they drain), then the scheduler, then the workers.
 """
 
 from __future__ import annotations
@@ -11,8 +13,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 from novainfer.config import ServeConfig
@@ -23,16 +23,20 @@ from novainfer.entrypoints.children import (
     child_environment,
     exit_words,
     kill_all,
-    python_module,
     send_signal,
     spawn,
 )
+from novainfer.entrypoints.launch import Launch, standard_launch
 from novainfer.entrypoints.notify import notify
 from novainfer.entrypoints.progress import StartProgress
+from novainfer.entrypoints.ranks import dead_ranks, hold_rank, kill_ranks
+from novainfer.entrypoints.restarts import Restarts
+from novainfer.entrypoints.vitals import felt, forgive, hang, heard
 from novainfer.entrypoints.wakeups import Wakeups
-from novainfer.entrypoints.worker_thread import WorkerGroup, WorkerThread
+from novainfer.entrypoints.worker_thread import WorkerThread
 from novainfer.protocol.supervision import (
     FIRST_EPOCH,
+    GIVE_UP_SIGNAL,
     ROLE_GATEWAY,
     ROLE_SCHEDULER,
     ROLE_WORKER,
@@ -40,6 +44,10 @@ from novainfer.protocol.supervision import (
     ChildReady,
     ChildStarted,
     LoadProgress,
+    RankPulse,
+    SchedulerPulse,
+    WorkersFault,
+    WorkersLost,
 )
 from novainfer.transport.addresses import RunDir
 
@@ -52,31 +60,7 @@ STOP_TIMEOUT = 10.0  # seconds for a scheduler to exit
 FAULT_PATIENCE = 5.0  # seconds for the gateways to end their streams when the engine is gone
 WORKERS_TIMEOUT = 30.0  # seconds for Ray to take the workers down
 _LAST_WORD_PATIENCE = 0.2  # seconds that a dead child's last report may still be on its way
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How the parts are started; tests put small scripts here."""
-
-    gateway: Callable[[int], Sequence[str]]  # index -> command
-    scheduler: Callable[[int], Sequence[str]]  # replica -> command
-    workers: Callable[[int], WorkerGroup]  # epoch -> a group that is not started; called in its own thread
-
-
-def standard_launch(config: ServeConfig, run_dir: RunDir) -> Launch:
-    """The real gateway, scheduler and Ray workers."""
-    where = ("--run-dir", str(run_dir.path))
-
-    def ray_workers(epoch: int) -> WorkerGroup:
-        from workers.ray_executor import RayWorkerGroup
-
-        return RayWorkerGroup(config, run_dir, epoch=epoch)
-
-    return Launch(
-        gateway=lambda index: python_module("gateway.process", *where, "--index", str(index)),
-        scheduler=lambda replica: python_module("novainfer.engine.server", *where, "--replica", str(replica)),
-        workers=ray_workers,
-    )
+_TICK = 0.5  # seconds between two looks at who is silent
 
 
 class Supervisor:
@@ -92,13 +76,19 @@ class Supervisor:
             epoch=self.epoch,
         )
         self._wakeups = Wakeups(run_dir)
-        self._workers = WorkerThread(lambda: launch.workers(self.epoch), self._wakeups.nudge)
+        self._workers = WorkerThread(launch.workers, self._wakeups.nudge)
+        self._restarts = Restarts()
+        self._ready_by = float("inf")  # when what is being replaced must be ready
+        self._lost_at = 0.0  # when the first part was lost of those that are being replaced
+        self._scheduler_due: float | None = None  # when the next one is to be started
+        self._last_turn = float("inf")
         self._progress = StartProgress()
         self._began = time.monotonic()
         self._fault: str | None = None
         self._stop_signals = 0  # SIGTERM, SIGINT or SIGHUP so far; the second ends the patience
         self._is_stopping = False
-        self._phase = Phase.SPAWNED  # what all children have reached
+        self._phase = Phase.SPAWNED  # what all children have once reached
+        self._is_recovering = False
 
     def __enter__(self) -> Supervisor:
         self._wakeups.__enter__()
@@ -123,24 +113,37 @@ class Supervisor:
     # -- starting and watching --------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        environ = child_environment(os.environ)
-        self._workers.start()
-        for child in self.table.of(ROLE_SCHEDULER):
-            spawn(child, self._launch.scheduler(child.index), environ)
+        self._workers.start(self.epoch)
+        self._spawn_scheduler()
         for child in self.table.of(ROLE_GATEWAY):
-            spawn(child, self._launch.gateway(child.index), environ)
+            spawn(child, self._launch.gateway(child.index), child_environment(os.environ))
+        self._ready_by = self._began + self._config.server.start_timeout
+
+    def _spawn_scheduler(self) -> None:
+        self._scheduler_due = None
+        command = self._launch.scheduler(self.epoch, self._worker_epoch)
+        spawn(self._scheduler, command, child_environment(os.environ))
+
+    @property
+    def _scheduler(self) -> ChildState:
+        return self.table.of(ROLE_SCHEDULER)[0]
+
+    @property
+    def _worker_epoch(self) -> int:
+        """In which the worker group was started that is there, or is on its way."""
+        return self.table.of(ROLE_WORKER)[0].epoch
 
     def _serve(self) -> None:
-        deadline = self._began + self._config.server.start_timeout
         while self._fault is None and not self._stop_signals:
             self._advance_phase()
-            if self._phase == Phase.READY:
-                self._turn(None)
-            elif time.monotonic() >= deadline:
+            self._turn(_TICK)
+            self._find_hang()
+            now = time.monotonic()
+            if self._scheduler_due is not None and now >= self._scheduler_due:
+                self._spawn_scheduler()
+            if now >= self._ready_by and self.table.behind(Phase.READY):
                 late = ", ".join(child.name for child in self.table.behind(Phase.READY))
-                self._fail(f"not ready after {self._config.server.start_timeout:g} s; still waiting for {late}")
-            else:
-                self._turn(deadline - time.monotonic())
+                self._lose_workers(f"not ready after {self._config.server.start_timeout:g} s; still waiting for {late}")
 
     def _advance_phase(self) -> None:
         if self._phase == Phase.SPAWNED and not self.table.behind(Phase.STARTED):
@@ -149,6 +152,12 @@ class Supervisor:
         if self._phase == Phase.STARTED and not self.table.behind(Phase.READY):
             self._phase = Phase.READY
             self._announce()
+            self._workers.prepare()
+        if self._is_recovering and not self.table.behind(Phase.READY):
+            self._is_recovering = False
+            self._restarts.serves(time.monotonic())
+            logger.info("serving again after %.2f s (epoch %d)", time.monotonic() - self._lost_at, self.epoch)
+            self._workers.prepare()
 
     def _announce(self) -> None:
         self._progress.close()
@@ -177,36 +186,150 @@ class Supervisor:
                 logger.info("got %s", number.name)
         for report in reports:
             self._take(report)
-        if self._workers.failure is not None and self._fault is None:
-            self._fail(self._workers.failure)
+        while self._workers.losses:
+            epoch, words = self._workers.losses.popleft()
+            if epoch == self._worker_epoch:
+                self._lose_workers(words)
         for child in self.table.reap():
             self._note_exit(child)
+        for rank in dead_ranks([rank for rank in self.table.of(ROLE_WORKER) if rank.phase != Phase.EXITED]):
+            rank.phase = Phase.EXITED
+            self._forget_file(rank)
+            self._lose_workers(f"{rank.name} (pid {rank.pid}) has died", patience=0.0)
 
     def _take(self, report: object) -> None:
         try:
-            if isinstance(report, ChildStarted):
-                self.table.started(report)
-                logger.debug("%s %d has started (%.2f s)", report.role, report.index, self._seconds())
-            elif isinstance(report, ChildReady):
-                self.table.ready(report)
-                logger.debug("%s %d is ready (%.2f s)", report.role, report.index, self._seconds())
+            if isinstance(report, ChildStarted | ChildReady):
+                self._note_phase(report)
             elif isinstance(report, ChildFault):
-                self.table.children[report.role, report.index].fault = report.message
-                if report.role == ROLE_WORKER:  # it has no exit status that we could wait for
-                    self._fail(f"{report.role} {report.index}: {report.message}")
+                self._note_fault(report)
+            elif isinstance(report, RankPulse):
+                rank = self.table.find(ROLE_WORKER, report.rank, report.epoch)
+                if rank is not None:
+                    felt(rank, report, time.monotonic())
+            elif isinstance(report, SchedulerPulse):
+                if self.table.find(ROLE_SCHEDULER, report.replica, report.epoch) is not None:
+                    heard(self._scheduler, time.monotonic())
+                    if report.num_steps:
+                        self._restarts.step_ended()
+            elif isinstance(report, WorkersFault):
+                if self.table.find(ROLE_SCHEDULER, report.replica, report.epoch) is not None:
+                    self._lose_workers(f"workers: {report.message}")
             elif isinstance(report, LoadProgress) and self._phase < Phase.READY:
                 self._progress.show(report)
         except KeyError:
             logger.warning("a report came from an unknown process: %s", report)
 
+    def _note_phase(self, report: ChildStarted | ChildReady) -> None:
+        child = self.table.find(report.role, report.index, report.epoch)
+        if child is None:
+            return
+        if isinstance(report, ChildStarted):
+            self.table.started(report)
+            # Ranks behind --cluster-host may be on another host, where their pids mean nothing to us.
+            if child.role == ROLE_WORKER and self._config.parallel.cluster_host is None:
+                process_file = hold_rank(child)
+                if process_file is not None:
+                    self._wakeups.watch(process_file)
+        else:
+            self.table.ready(report)
+            if child.role != ROLE_GATEWAY:
+                heard(child, time.monotonic())
+        logger.debug("%s is %s (%.2f s)", child.name, child.phase.name, self._seconds())
+
+    def _note_fault(self, report: ChildFault) -> None:
+        child = self.table.children[report.role, report.index]
+        if report.role == ROLE_WORKER and report.epoch != child.epoch:
+            return
+        child.fault, child.peer_lost = report.message, report.peer_lost
+        if report.role == ROLE_WORKER:  # it has no exit status that we could wait for
+            self._lose_workers(f"{report.role} {report.index}: {report.message}")
+
     def _note_exit(self, child: ChildState) -> None:
         if child.fault is None:
-            for report in self._wakeups.reports(0.0 if self._is_stopping else _LAST_WORD_PATIENCE):
-                self._take(report)
+            self._hear_last_words(0.0 if self._is_stopping else _LAST_WORD_PATIENCE)
         if not self._is_stopping:
-            self._fail(exit_words(child))
+            if child.role == ROLE_SCHEDULER:
+                self._lose_scheduler(exit_words(child))
+            else:
+                self._fail(exit_words(child))
         elif child.process is not None and child.process.returncode != 0:
             logger.warning("%s", exit_words(child))
+
+    def _hear_last_words(self, patience: float) -> None:
+        for report in self._wakeups.reports(patience):
+            self._take(report)
+
+    # -- replacing ------------------------------------------------------------------------------------------------
+
+    def _find_hang(self) -> None:
+        """What has not been heard of for too long is killed and replaced."""
+        now, server = time.monotonic(), self._config.server
+        away, self._last_turn = now - self._last_turn, now
+        if away > server.hang_timeout / 2:
+            forgive(list(self.table.children.values()), now)
+        found = hang(self.table.of(ROLE_WORKER), server, now)
+        if found is not None:
+            self._lose_workers(found[1])
+        found = hang(self.table.of(ROLE_SCHEDULER), server, now)
+        if found is not None:
+            kill_all([found[0]])
+            self._lose_scheduler(found[1])
+
+    def _lose_workers(self, words: str, patience: float = _LAST_WORD_PATIENCE) -> None:
+        """The worker group cannot go on: kill it, tell the scheduler, start another one in a new epoch."""
+        if self._phase < Phase.READY or self._is_stopping:
+            self._fail(words)
+            return
+        epoch = self.epoch
+        ranks = self.table.of(ROLE_WORKER)
+        if not any(rank.fault for rank in ranks):
+            self._hear_last_words(patience)  # perhaps a rank says why; then we come here again, and are done
+            if self.epoch != epoch or self._fault is not None:
+                return
+        faulted = any(rank.fault is not None and not rank.peer_lost for rank in ranks)
+        kill_ranks(ranks)
+        delay = self._begin_recovery(words)
+        if delay is None:
+            return
+        for rank in ranks:
+            self._forget_file(rank)
+        self.table.renew(ROLE_WORKER, self.epoch)
+        self._scheduler.epoch = self.epoch
+        if self._scheduler.phase == Phase.READY:
+            self._scheduler.phase = Phase.STARTED
+        self._wakeups.order(WorkersLost(self.epoch, faulted))
+        self._workers.replace(self.epoch, delay)
+
+    def _lose_scheduler(self, words: str) -> None:
+        """The scheduler is dead: start another one in a new epoch. The worker group stays."""
+        if self._phase < Phase.READY:
+            self._fail(words)
+            return
+        delay = self._begin_recovery(words)
+        if delay is not None:
+            self.table.renew(ROLE_SCHEDULER, self.epoch)
+            self._scheduler_due = time.monotonic() + delay
+
+    def _begin_recovery(self, words: str) -> float | None:
+        """Raise the epoch; seconds until the replacement may start, None if that was once too often."""
+        logger.error("%s", words)
+        now = time.monotonic()
+        delay = self._restarts.delay(now)
+        if delay is None:
+            self._fail(f"given up: nothing worked between one death and the next, again and again ({words})")
+            return None
+        self.epoch += 1
+        if not self._is_recovering:
+            self._is_recovering, self._lost_at = True, now
+        self._ready_by = now + delay + self._config.server.start_timeout
+        return delay
+
+    def _forget_file(self, rank: ChildState) -> None:
+        if rank.process_file is not None:
+            self._wakeups.unwatch(rank.process_file)
+            os.close(rank.process_file)
+            rank.process_file = None
 
     def _fail(self, words: str) -> None:
         """The server cannot go on. The first cause counts; what it drags along is only logged."""
@@ -228,14 +351,14 @@ class Supervisor:
         notify("STOPPING=1")
         was_ready = self._phase == Phase.READY and self._fault is None
         drain = self._config.server.drain_timeout + DRAIN_MARGIN if was_ready else FAULT_PATIENCE
-        self._end(ROLE_GATEWAY, drain)
+        self._end(ROLE_GATEWAY, drain, signal.SIGTERM if self._fault is None else GIVE_UP_SIGNAL)
         self._end(ROLE_SCHEDULER, STOP_TIMEOUT)
         if not self._workers.stop(WORKERS_TIMEOUT):
             logger.error("the workers did not stop within %g s", WORKERS_TIMEOUT)
 
-    def _end(self, role: str, timeout: float) -> None:
-        """SIGTERM to all of a role; SIGKILL to those that are still there after `timeout` seconds."""
-        send_signal(self.table.alive(role), signal.SIGTERM)
+    def _end(self, role: str, timeout: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """A signal to all of a role; SIGKILL to those that are still there after `timeout` seconds."""
+        send_signal(self.table.alive(role), number)
         deadline = time.monotonic() + timeout
         while self.table.alive(role) and not self._is_hurried() and time.monotonic() < deadline:
             self._turn(deadline - time.monotonic())

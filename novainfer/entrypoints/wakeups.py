@@ -1,4 +1,7 @@
-"""What the supervisor waits for: signals, children's reports and nudges from its own threads, in one blocking poll."""
+"""What the supervisor waits for, in one blocking poll: signals, reports, deaths of ranks, nudges from its own threads.
+
+Its line to the scheduler is here too.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from typing import Any
 import zmq
 
 from novainfer.errors import ProtocolError
-from novainfer.protocol.supervision import SUPERVISOR_SCHEMA
+from novainfer.protocol.supervision import ORDERS_SCHEMA, SUPERVISOR_SCHEMA
 from novainfer.transport.addresses import RunDir
-from novainfer.transport.channel import bind_pull, start_authenticator
+from novainfer.transport.channel import bind_pull, connect_push, start_authenticator
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ class Wakeups:
         endpoints = dict.fromkeys((run_dir.supervisor(), ranks))
         self._reports = [bind_pull(self._context, endpoint) for endpoint in endpoints]
         self._authenticator = None if ranks.curve is None else start_authenticator(self._context, ranks.curve)
+        self._orders = connect_push(self._context, run_dir.orders(0))
         self._report_poller = zmq.Poller()
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
@@ -56,11 +60,20 @@ class Wakeups:
             signal.signal(number, handler)
         for reports in self._reports:
             reports.close()
+        self._orders.close(linger=0)
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
         self._reader.close()
         self._writer.close()
+
+    def watch(self, process_file: int) -> None:
+        """Make `wait` return when this file of a process becomes readable, until it is closed (see `unwatch`)."""
+        self._poller.register(process_file, zmq.POLLIN)
+
+    def unwatch(self, process_file: int) -> None:
+        """Undo `watch`; before the file is closed."""
+        self._poller.unregister(process_file)
 
     def nudge(self) -> None:
         """Make `wait` return; may be called from any thread."""
@@ -68,6 +81,10 @@ class Wakeups:
             self._writer.send(b"\0")
         except OSError:
             pass  # full: it will wake anyway; closed: nobody waits any more
+
+    def order(self, message: object) -> None:
+        """Send one record of ORDERS_SCHEMA to the scheduler, or to its successor if it is dead. Never blocks."""
+        self._orders.send(ORDERS_SCHEMA.encode(message))
 
     def wait(self, timeout: float | None) -> tuple[list[signal.Signals], list[Any]]:
         """The signals and reports that have come, after at most `timeout` seconds (None = any time)."""

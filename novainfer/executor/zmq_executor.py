@@ -2,7 +2,7 @@
 
 Lives in the scheduler process, on its one thread; knows neither torch nor Ray. The ROUTER may be polled together with
 other sockets: register `socket`, and when it is readable call `try_ready` until it returns the info, from then on
-`collect(0)` until it returns None.
+`collect(0)` until it returns None. After a failure only `expect` helps: it begins anew with another group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ import zmq
 from novainfer.errors import EngineError, ProtocolError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
-from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, StepResult, WorkerFault, WorkerHello
+from novainfer.protocol.step import (
+    WORKER_SCHEMA,
+    Adopt,
+    IndexedBlock,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    WorkerFault,
+    WorkerHello,
+)
 from novainfer.transport.addresses import Endpoint
 from novainfer.transport.channel import bind_router, start_authenticator
 
@@ -36,7 +45,15 @@ class ZmqExecutor:
         self.socket: zmq.Socket[bytes] = bind_router(context, endpoint)
         self._authenticator = None if endpoint.curve is None else start_authenticator(context, endpoint.curve)
         self._world_size = world_size
+        self.expect(epoch, group=epoch)
+
+    def expect(self, epoch: int, *, group: int) -> None:
+        """From now on the ranks that were started as `group` work here, in `epoch`; nobody else is heard.
+
+        Ranks of that group that are in an older epoch are adopted.
+        """
         self._epoch = epoch
+        self._group = group
         self._hellos: dict[int, tuple[bytes, WorkerHello]] = {}  # rank -> (socket identity, hello)
         self._info: ExecutorInfo | None = None
         self._unanswered: deque[int] = deque()  # steps in the order of submission
@@ -49,6 +66,11 @@ class ZmqExecutor:
         if self._info is None:
             raise EngineError("the workers are not ready")
         return self._info
+
+    @property
+    def held(self) -> list[IndexedBlock]:
+        """The blocks that were in the index of the scheduler which had these ranks before; valid like `info`."""
+        return self._hellos[0][1].held
 
     def try_ready(self) -> ExecutorInfo | None:
         """Take the hellos that have come; the info once all ranks have loaded. Raises `EngineError` if one failed."""
@@ -101,13 +123,16 @@ class ZmqExecutor:
 
     def _send_all(self, data: bytes) -> None:
         for rank, (identity, _) in sorted(self._hellos.items()):
-            try:
-                self.socket.send_multipart((identity, data))
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                self._failure = f"rank {rank} has disconnected"
+            self._send(rank, identity, data)
         self._raise_failure()
+
+    def _send(self, rank: int, identity: bytes, data: bytes) -> None:
+        try:
+            self.socket.send_multipart((identity, data))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._failure = f"rank {rank} has disconnected"
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -128,13 +153,15 @@ class ZmqExecutor:
             self._on_hello(frames[0], message)
         elif isinstance(message, StepResult):
             self._on_result(message)
-        elif isinstance(message, WorkerFault) and message.epoch == self._epoch:
+        elif isinstance(message, WorkerFault) and message.group == self._group:
             self._failure = f"rank {message.rank}: {message.message}"
         return True
 
     def _on_hello(self, identity: bytes, hello: WorkerHello) -> None:
-        if hello.epoch != self._epoch:
-            logger.warning("ignored rank %d of epoch %d, this is epoch %d", hello.rank, hello.epoch, self._epoch)
+        if hello.group != self._group or hello.epoch > self._epoch or hello.rank in self._hellos:
+            return  # of a group that was replaced, or said once more
+        if hello.epoch < self._epoch:
+            self._send(hello.rank, identity, WORKER_SCHEMA.encode(Adopt(self._epoch)))
             return
         if hello.world_size != self._world_size or not 0 <= hello.rank < self._world_size:
             self._failure = f"rank {hello.rank} of {hello.world_size} does not belong to a group of {self._world_size}"
@@ -148,14 +175,11 @@ class ZmqExecutor:
             self._info = _agree(hellos)
 
     def _on_result(self, result: StepResult) -> None:
-        if result.epoch < self._epoch:
-            return  # the last words of a group that has been replaced
+        if result.epoch != self._epoch:
+            return  # the last words of a group that was replaced, or meant for the scheduler before this one
         expected = self._unanswered.popleft() if self._unanswered else None
-        if result.epoch != self._epoch or result.step != expected:
-            self._failure = (
-                f"workers answered step {result.step} of epoch {result.epoch}, "
-                f"not step {expected} of epoch {self._epoch}"
-            )
+        if result.step != expected:
+            self._failure = f"workers answered step {result.step}, not step {expected}"
             return
         self._results.append(result)
 

@@ -48,6 +48,11 @@ class BlockPool:
             del self._free[block]
         self._refs[block] += 1
 
+    def reuse_last(self, blocks: Iterable[int]) -> None:
+        """Move free blocks to the end of the queue, in the order given."""
+        for block in blocks:
+            self._free.move_to_end(block)
+
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference each. Blocks that become free queue up in the order given.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from novainfer.kv.block_pool import BlockPool
 from novainfer.kv.prefix_index import PrefixIndex, chain_key
+from novainfer.protocol.step import IndexedBlock
 
 
 @dataclass(slots=True)
@@ -111,8 +112,29 @@ class KVCacheManager:
         size = self.block_size
         for i in range(table.num_indexed, num_computed // size):
             content = token_ids[i * size : (i + 1) * size]
-            self.index.insert(table.blocks[i], self._key(table, i, content), content)
+            key = self._key(table, i, content)
+            self.index.insert(table.blocks[i], self._parent(table, i), key, content)
             table.num_indexed = i + 1
+
+    def adopt(self, held: Sequence[IndexedBlock]) -> None:
+        """Take over the blocks that the workers hold, listed by entry into the index; nothing may be allocated yet.
+
+        They are reused last, the oldest chain first, and of each chain its end before its start.
+        """
+        entries: dict[bytes, IndexedBlock] = {}
+        for entry in held:
+            fits = self._caching and entry.block < self.pool.num_blocks and len(entry.token_ids) == self.block_size
+            key = self.index.restore(entry) if fits else None
+            if key is not None:
+                entries[key] = entry
+        newest_first: dict[int, None] = {}
+        for key in reversed(entries):
+            chain = []
+            while (link := entries.get(key)) is not None and link.block not in newest_first:
+                chain.append(link.block)
+                key = link.parent
+            newest_first.update(dict.fromkeys(reversed(chain)))
+        self.pool.reuse_last(list(reversed(newest_first)))
 
     def forget(self, table: BlockTable) -> None:
         """Take the sequence's blocks out of the prefix index for good: their content is not to be trusted."""
@@ -138,6 +160,8 @@ class KVCacheManager:
 
     def _key(self, table: BlockTable, i: int, content: Sequence[int]) -> bytes:
         if i == len(table.keys):
-            parent = table.keys[-1] if table.keys else table.root
-            table.keys.append(chain_key(parent, content))
+            table.keys.append(chain_key(self._parent(table, i), content))
         return table.keys[i]
+
+    def _parent(self, table: BlockTable, i: int) -> bytes:
+        return table.keys[i - 1] if i else table.root

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from novainfer.protocol.step import IndexedBlock
+
 
 def root_key(*salts: str) -> bytes:
     """Start of the chains of one salt (tenant, client's salt): 32 bytes."""
@@ -39,6 +41,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._entry_of: dict[int, _Entry] = {}
+        self._changes: dict[int, IndexedBlock | None] = {}  # since `take_changes`; None: the block has left
 
     def __len__(self) -> int:
         return len(self._entry_of)
@@ -50,16 +53,40 @@ class PrefixIndex:
             return None
         return block
 
-    def insert(self, block: int, key: bytes, token_ids: Sequence[int]) -> bool:
-        """Remember a full, computed block. False if the key or the block is already known (nothing changes)."""
-        if key in self._block_of or block in self._entry_of:
+    def insert(self, block: int, parent: bytes, key: bytes, token_ids: Sequence[int]) -> bool:
+        """Remember a full, computed block: key = chain_key(parent, token_ids).
+
+        False if the key or the block is already known (nothing changes).
+        """
+        if not self._enter(block, key, token_ids):
             return False
-        self._block_of[key] = block
-        self._entry_of[block] = _Entry(key, tuple(token_ids))
+        self._changes.pop(block, None)  # to the end, in the order of entry
+        self._changes[block] = IndexedBlock(block, parent, list(token_ids))
         return True
+
+    def restore(self, held: IndexedBlock) -> bytes | None:
+        """Remember a block that the workers told of; its key, or None where it cannot be remembered."""
+        key = chain_key(held.parent, held.token_ids)
+        if self._enter(held.block, key, held.token_ids):
+            return key
+        self._changes.setdefault(held.block, None)
+        return None
 
     def evict(self, block: int) -> None:
         """Forget the block's content, because it is about to be overwritten. Unknown blocks are fine."""
         entry = self._entry_of.pop(block, None)
         if entry is not None:
             del self._block_of[entry.key]
+            self._changes[block] = None
+
+    def take_changes(self) -> tuple[list[int], list[IndexedBlock]]:
+        """The blocks that have left, and those that have entered (oldest first), since the last call."""
+        changes, self._changes = self._changes, {}
+        return [block for block, entry in changes.items() if entry is None], [e for e in changes.values() if e]
+
+    def _enter(self, block: int, key: bytes, token_ids: Sequence[int]) -> bool:
+        if key in self._block_of or block in self._entry_of:
+            return False
+        self._block_of[key] = block
+        self._entry_of[block] = _Entry(key, tuple(token_ids))
+        return True

@@ -65,7 +65,11 @@ class CancelAlias:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The engine as the workers report it; `ready` is False until every rank has loaded."""
+    """The engine as the workers report it; `ready` is False while ranks are missing.
+
+    session: another number whenever the scheduler knows nothing (any more) of this gateway's requests, which must then
+    be sent again.
+    """
 
     epoch: int
     ready: bool
@@ -74,6 +78,7 @@ class EngineInfo:
     block_size: int = 0  # tokens
     num_blocks: int = 0
     max_num_seqs: int = 0
+    session: int = 0
     mode: str = ""  # see `novainfer.mode`
 
 

@@ -43,11 +43,22 @@ class NewBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexedBlock:
+    """A full KV block that the prefix index may hand out: `token_ids` after the prefix with the chain key `parent`."""
+
+    block: int
+    parent: bytes
+    token_ids: list[int]  # [block_size]
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step for all ranks. Applied in this order: freed, copies, new rows, new blocks, then the rows run.
 
     `rows[i]` computes `num_new_tokens[i]` tokens. Rows that compute one token (decodes) come first.
     copy_src/copy_dst: whole KV blocks to copy before anything is computed (copy-on-write).
+    unindexed/indexed: the blocks that left and entered the scheduler's prefix index since its last plan, no block in
+    both; rank 0 keeps the account for a scheduler that has lost it (see `Adopt`).
     """
 
     epoch: int
@@ -59,6 +70,8 @@ class StepPlan:
     new_blocks: list[NewBlocks] = field(default_factory=list)
     copy_src: list[int] = field(default_factory=list)
     copy_dst: list[int] = field(default_factory=list)
+    unindexed: list[int] = field(default_factory=list)
+    indexed: list[IndexedBlock] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +98,15 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """A rank has loaded its weights and KV cache and waits for plans."""
+    """A rank has loaded its weights and KV cache and waits for plans; said again and again while none comes.
+
+    group: the epoch in which its group was started.   epoch: that of the newest scheduler that it has heard from: its
+    last plan's, or the one of the `Adopt` that this hello answers.
+    held: rank 0's in an answer to `Adopt`: the indexed blocks, by their last entry into the index.
+    """
 
     epoch: int
+    group: int
     rank: int
     world_size: int
     num_blocks: int
@@ -95,6 +114,7 @@ class WorkerHello:
     vocab_size: int  # width of the logits
     max_model_len: int
     max_num_seqs: int
+    held: list[IndexedBlock] = field(default_factory=list)
     mode: str = ""  # see `novainfer.mode`; the same on every rank
 
 
@@ -102,7 +122,7 @@ class WorkerHello:
 class WorkerFault:
     """A rank cannot go on; the whole tensor-parallel group must be replaced."""
 
-    epoch: int
+    group: int
     rank: int
     message: str
 
@@ -114,4 +134,11 @@ class Shutdown:
     epoch: int
 
 
-WORKER_SCHEMA = Schema("worker", {1: StepPlan, 2: Shutdown, 16: StepResult, 17: WorkerHello, 18: WorkerFault})
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """A new scheduler takes the group over: work in this epoch, forget all rows, keep the KV blocks, say hello."""
+
+    epoch: int
+
+
+WORKER_SCHEMA = Schema("worker", {1: StepPlan, 2: Shutdown, 3: Adopt, 16: StepResult, 17: WorkerHello, 18: WorkerFault})

@@ -1,7 +1,12 @@
-"""What a child process or worker rank tells the supervisor. One way: child -> supervisor (PUSH -> PULL)."""
+"""What a child process or worker rank tells the supervisor, and what the supervisor tells the scheduler.
+
+Both lines are one way (PUSH -> PULL). `epoch` in a report is the one in which the process was started, for a scheduler
+the one it works in: news of a process that has been replaced is dropped.
+"""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from novainfer.protocol.codec import Schema
@@ -10,7 +15,10 @@ ROLE_GATEWAY = "gateway"
 ROLE_SCHEDULER = "scheduler"
 ROLE_WORKER = "worker"
 
-# The first worker group of a server; each later one gets the next number. 0 is "none yet".
+# To a gateway, where SIGTERM would let it wait for its streams: the engine is gone for good.
+GIVE_UP_SIGNAL = signal.SIGUSR1
+
+# Of a server that has replaced nothing yet. 0 is "none".
 FIRST_EPOCH = 1
 
 
@@ -22,14 +30,16 @@ class ChildStarted:
     index: int  # gateway number, scheduler (replica) number, worker rank
     pid: int
     port: int = 0
+    epoch: int = FIRST_EPOCH
 
 
 @dataclass(frozen=True, slots=True)
 class ChildReady:
-    """Phase two: the process can do its part of a request (a scheduler: all ranks have loaded)."""
+    """Phase two: the process can do its part of a request (a scheduler: all ranks have said hello)."""
 
     role: str
     index: int
+    epoch: int = FIRST_EPOCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +54,69 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class ChildFault:
-    """The process cannot go on; `message` is one line for the log. The process exits after it."""
+    """The process cannot go on; `message` is one line for the log. The process exits after it.
+
+    peer_lost: a rank that failed only because it cannot reach another one.
+    """
 
     role: str
     index: int
     epoch: int
     message: str
+    peer_lost: bool = False
 
 
-SUPERVISOR_SCHEMA = Schema("supervisor", {1: ChildStarted, 2: ChildReady, 3: LoadProgress, 4: ChildFault})
+@dataclass(frozen=True, slots=True)
+class RankPulse:
+    """A rank lives, several times a second. `progress` grows with every layer; it may stand still unless `is_busy`."""
+
+    rank: int
+    epoch: int
+    is_busy: bool
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerPulse:
+    """The scheduler's loop turns, several times a second. `num_steps`: those that ended in this epoch."""
+
+    replica: int
+    epoch: int
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersFault:
+    """The scheduler cannot go on with the worker group of this epoch, and waits for another one."""
+
+    replica: int
+    epoch: int
+    message: str
+
+
+SUPERVISOR_SCHEMA = Schema(
+    "supervisor",
+    {
+        1: ChildStarted,
+        2: ChildReady,
+        3: LoadProgress,
+        4: ChildFault,
+        5: RankPulse,
+        6: SchedulerPulse,
+        7: WorkersFault,
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersLost:
+    """To the scheduler: the worker group is dead; `epoch` is that of the one that will say hello.
+
+    faulted: it died of what it did (a rank said so), not from outside.
+    """
+
+    epoch: int
+    faulted: bool
+
+
+ORDERS_SCHEMA = Schema("orders", {1: WorkersLost})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from novainfer.protocol.messages import PromptLogprobs, TokenOutput
-from novainfer.protocol.step import NewBlocks, NewRow, StepPlan
+from novainfer.protocol.step import IndexedBlock, NewBlocks, NewRow, StepPlan
 from novainfer.scheduler.request import Sequence
 
 
@@ -75,8 +75,11 @@ class StepBatch:
         """All rows in the plan's order: those with one token first."""
         return self.decodes + self.chunks
 
-    def plan(self, epoch: int, step: int, freed_rows: list[int]) -> StepPlan:
-        """The step as the workers get it."""
+    def plan(
+        self, epoch: int, step: int, freed_rows: list[int], index_changes: tuple[list[int], list[IndexedBlock]]
+    ) -> StepPlan:
+        """The step as the workers get it. index_changes: see `PrefixIndex.take_changes`."""
+        unindexed, indexed = index_changes
         return StepPlan(
             epoch=epoch,
             step=step,
@@ -87,6 +90,8 @@ class StepBatch:
             new_blocks=self.new_blocks,
             copy_src=[src for src, _ in self.copies],
             copy_dst=[dst for _, dst in self.copies],
+            unindexed=unindexed,
+            indexed=indexed,
         )
 
 

@@ -92,7 +92,8 @@ class Scheduler:
         n = message.params.n
         if n > self._config.max_waiting + self._num_rows:
             raise InvalidRequestError(f"n = {n} is more than this server can ever queue.", param="n")
-        if self._num_live - len(self.running) + n > self._config.max_waiting + len(self._free_rows):
+        is_new = not message.emitted  # one that goes on was accepted before, and its client has seen that
+        if is_new and self._num_live - len(self.running) + n > self._config.max_waiting + len(self._free_rows):
             raise OverloadedError("The queue is full. Please retry later.", retry_after=_RETRY_AFTER_S)
         request = make_request(message, self._arrivals, now)
         self._arrivals += 1
@@ -185,7 +186,7 @@ class Scheduler:
         if not rows:
             return None
         self._step += 1
-        plan = batch.plan(self._info.epoch, self._step, self._freed_rows)
+        plan = batch.plan(self._info.epoch, self._step, self._freed_rows, self.kv.index.take_changes())
         self._freed_rows = []
         self._in_flight.append(StepRecord(self._step, rows))
         for entry in rows:

@@ -64,8 +64,9 @@ class Endpoint:
 class RunDir:
     """The directory that holds a server's sockets and its resolved configuration.
 
-    The processes of a server share a host and talk over ipc: `gateways`, `supervisor`. Ranks may live on another host:
-    `workers` and `rank_reports` are ipc too, until `cluster_links` has published a tcp endpoint with CURVE keys here.
+    The processes of a server share a host and talk over ipc: `gateways`, `supervisor`, `orders`. Ranks may live on
+    another host: `workers` and `rank_reports` are ipc too, until `cluster_links` has published a tcp endpoint with
+    CURVE keys here.
     """
 
     path: Path
@@ -97,6 +98,10 @@ class RunDir:
     def supervisor(self) -> Endpoint:
         """Where the supervisor listens for its child processes. Always ipc."""
         return self._ipc("supervisor")
+
+    def orders(self, replica: int) -> Endpoint:
+        """Where scheduler `replica` listens for its supervisor. Always ipc."""
+        return self._ipc(f"scheduler-{replica}.orders")
 
     def workers(self, replica: int) -> Endpoint:
         """Where scheduler `replica` listens for its worker ranks: ipc, or tcp with keys."""

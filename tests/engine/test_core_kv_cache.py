@@ -63,10 +63,10 @@ def test_given_equal_tokens_when_salts_differ_then_keys_differ() -> None:
 
 def test_given_a_colliding_key_when_tokens_differ_then_it_is_a_miss() -> None:
     index = PrefixIndex()
-    assert index.insert(7, b"k", [1, 2])
+    assert index.insert(7, b"parent", b"k", [1, 2])
     assert index.find(b"k", [1, 2]) == 7
     assert index.find(b"k", [1, 3]) is None
-    assert not index.insert(8, b"k", [1, 3])
+    assert not index.insert(8, b"parent", b"k", [1, 3])
     index.evict(7)
     assert index.find(b"k", [1, 2]) is None
     assert len(index) == 0

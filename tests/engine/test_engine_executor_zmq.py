@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -15,7 +16,17 @@ from novainfer.errors import EngineError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.zmq_executor import ZmqExecutor
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
-from novainfer.protocol.step import WORKER_SCHEMA, NewBlocks, Shutdown, StepPlan, StepResult, WorkerFault, WorkerHello
+from novainfer.protocol.step import (
+    WORKER_SCHEMA,
+    Adopt,
+    IndexedBlock,
+    NewBlocks,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    WorkerFault,
+    WorkerHello,
+)
 from novainfer.protocol.supervision import SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted, LoadProgress
 from novainfer.transport.addresses import Endpoint, RunDir
 from novainfer.transport.channel import bind_pull, connect_dealer
@@ -43,8 +54,19 @@ class Ranks:
         self.executor = ZmqExecutor(endpoint, world_size=2, epoch=epoch, context=context)
         self.sockets = [connect_dealer(context, endpoint, f"rank-{rank}-{epoch}".encode()) for rank in range(2)]
 
-    def hello(self, rank: int, *, num_blocks: int = 10, epoch: int = 1, world_size: int = 2, mode: str = "cpu") -> None:
-        self.say(rank, WorkerHello(epoch, rank, world_size, num_blocks, 16, 100, 512 - rank, 8, mode))
+    def hello(
+        self,
+        rank: int,
+        *,
+        num_blocks: int = 10,
+        epoch: int = 1,
+        group: int = 1,
+        world_size: int = 2,
+        mode: str = "cpu",
+        **held: Any,
+    ) -> None:
+        hello = WorkerHello(epoch, group, rank, world_size, num_blocks, 16, 100, 512 - rank, 8, mode=mode, **held)
+        self.say(rank, hello)
 
     def say(self, rank: int, message: object) -> None:
         self.sockets[rank].send(WORKER_SCHEMA.encode(message))
@@ -124,15 +146,15 @@ def test_stale_results_when_they_arrive_then_they_are_dropped(ranks: Ranks) -> N
     ranks.ready()
     ranks.executor.submit(plan(0))
     ranks.say(0, result(0, epoch=0))
+    ranks.say(0, result(7, epoch=2))
     ranks.say(0, result(0))
     assert ranks.executor.collect(WAIT) == result(0)
 
 
-@pytest.mark.parametrize("wrong", [result(1), result(0, epoch=2)])
-def test_wrong_result_when_it_arrives_then_engine_error(ranks: Ranks, wrong: StepResult) -> None:
+def test_wrong_result_when_it_arrives_then_engine_error(ranks: Ranks) -> None:
     ranks.ready()
     ranks.executor.submit(plan(0))
-    ranks.say(0, wrong)
+    ranks.say(0, result(1))
     with pytest.raises(EngineError, match="answered step"):
         ranks.executor.collect(WAIT)
 
@@ -173,6 +195,44 @@ def test_plan_of_another_epoch_when_submitted_then_engine_error(ranks: Ranks) ->
     ranks.ready()
     with pytest.raises(EngineError, match="epoch 2"):
         ranks.executor.submit(plan(0, epoch=2))
+
+
+def test_a_failed_group_when_another_one_is_expected_then_only_that_one_is_heard(ranks: Ranks) -> None:
+    ranks.ready()
+    ranks.executor.submit(plan(0))
+    ranks.say(1, WorkerFault(1, 1, "out of memory"))
+    with pytest.raises(EngineError, match="out of memory"):
+        ranks.executor.collect(WAIT)
+    ranks.executor.expect(2, group=2)
+    ranks.say(0, result(0))
+    ranks.say(1, WorkerFault(1, 1, "out of memory"))
+    ranks.hello(0)
+    ranks.hello(0, epoch=2, group=2)
+    assert ranks.executor.try_ready() is None
+    ranks.hello(1, epoch=2, group=2)
+    assert ranks.executor.wait_ready(WAIT).epoch == 2
+    ranks.executor.submit(plan(4, epoch=2))
+    ranks.say(0, result(4, epoch=2))
+    assert ranks.executor.collect(WAIT) == result(4, epoch=2)
+    assert [ranks.hear(rank) for rank in (0, 0, 1, 1)] == [plan(0), plan(4, epoch=2)] * 2
+
+
+def test_ranks_of_an_older_epoch_when_a_new_scheduler_finds_them_then_it_adopts_them_with_what_they_hold(
+    ranks: Ranks,
+) -> None:
+    held = [IndexedBlock(3, b"parent", [1] * 16)]
+    ranks.executor.expect(5, group=1)
+    for rank in range(2):
+        ranks.hello(rank, epoch=4)
+        while not ranks.sockets[rank].poll(10):
+            assert ranks.executor.try_ready() is None
+    assert [ranks.hear(rank) for rank in range(2)] == [Adopt(5)] * 2
+    ranks.hello(0, epoch=5, held=held)
+    ranks.hello(0, epoch=4)  # it was on its way
+    ranks.hello(1, epoch=5)
+    assert ranks.executor.wait_ready(WAIT).epoch == 5
+    assert ranks.executor.held == held
+    assert not ranks.sockets[0].poll(0)
 
 
 def test_executor_when_closed_then_ranks_hear_shutdown(ranks: Ranks) -> None:

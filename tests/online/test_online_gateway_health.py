@@ -101,6 +101,26 @@ def test_given_work_without_progress_when_probed_then_health_fails_and_readiness
         assert other.get("/health").status_code == 200
 
 
+def test_given_workers_that_are_replaced_when_probed_then_it_recovers_and_requests_wait(pair: Pair) -> None:
+    def say(ready: bool) -> None:
+        pair.scheduler.ready = ready
+        pair.scheduler._send_info()
+
+    client = pair.gateway.client
+    pair.scheduler.tokens_before_pause = 0
+    pair.scheduler.run_in_thread(lambda: say(False))
+    pair.scheduler.wait_for(lambda: not client.ready)
+    for path in ("/readyz", "/health"):
+        assert pair.http.get(path).status_code == 503
+        assert pair.http.get(path).json() == {"status": "unavailable", "reason": "recovering"}
+    with pair.gateway.http() as other, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(other.post, CHAT, json={"messages": HELLO, "max_tokens": 2})
+        pair.scheduler.wait_for(lambda: bool(pair.scheduler.live))
+        pair.scheduler.run_in_thread(lambda: say(True))
+        pair.scheduler.tokens_before_pause = None
+        assert answer.result(20).status_code == 200
+
+
 def test_given_a_scheduler_restart_when_streams_are_open_then_clients_see_the_same_tokens(pair: Pair) -> None:
     pair.scheduler.tokens_before_pause = 5
     body = {"messages": HELLO, "stream": True, "max_tokens": 12, "n": 2, "seed": 4, "return_token_ids": True}

@@ -106,12 +106,11 @@ def test_given_an_open_stream_when_terminated_then_it_finishes_and_new_requests_
         assert int(reply.headers["retry-after"]) >= 1
 
 
-@pytest.mark.parametrize("title", ["scheduler 0", "worker 0.0"])
 def test_given_a_death_that_cannot_be_mended_when_it_happens_then_the_exit_is_not_zero_and_nothing_is_left(
-    start_server: Callable[..., RunningServer], title: str
+    start_server: Callable[..., RunningServer],
 ) -> None:
     server = start_server()
     tree = server.tree()
-    server.processes()[title].kill()
+    server.processes()["gateway 0"].kill()
     assert server.wait() != 0
     assert_gone(tree)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -144,29 +143,6 @@ def test_given_a_long_text_when_it_is_tokenised_then_others_are_still_answered(s
     assert asyncio.run(run()) > 3
 
 
-def metric(server: RunningServer, name: str) -> float:
-    with server.http() as http:
-        for line in http.get("/metrics").text.splitlines():
-            if line.startswith(name) and line[len(name)] in " {":
-                return float(line.rsplit(" ", 1)[1])
-    raise AssertionError(f"no metric {name}")
-
-
-def wait_until_nothing_is_held(server: RunningServer) -> None:
-    """The gauges come once a second; wait for a report in which everything is free."""
-    names = (
-        "novainfer_gateway_live_requests",
-        "novainfer_num_requests_running",
-        "novainfer_num_requests_waiting",
-        "novainfer_kv_cache_usage_ratio",
-    )
-    deadline = time.monotonic() + 60
-    while (held := {name: value for name in names if (value := metric(server, name))}) and time.monotonic() < deadline:
-        with server.http() as http:
-            http.get("/health")  # each look takes a while; nothing else to wait for from outside
-    assert not held
-
-
 async def leave(server: RunningServer, rng: random.Random) -> str:
     """Send a request over a raw socket and go at a random moment: at once, in mid-stream, or by a cancel."""
     address = urlsplit(server.base_url)
@@ -221,7 +197,7 @@ def test_given_1000_cancels_and_disconnects_when_all_have_left_then_nothing_is_h
 
     ways = asyncio.run(run())
     assert set(ways) == {"close", "read", "cancel", "finish"}
-    wait_until_nothing_is_held(server)
+    server.wait_until_nothing_is_held()
     with server.sdk() as client:
         answer = client.chat.completions.create(
             model="demo", messages=[{"role": "user", "content": QUESTIONS[0]}], temperature=0, max_completion_tokens=5

@@ -17,9 +17,14 @@ from pathlib import Path
 import zmq
 
 from novainfer.config import ParallelConfig, ServeConfig, ServerConfig
+from novainfer.entrypoints.launch import Launch
 from novainfer.entrypoints.serve import run_directory
-from novainfer.entrypoints.supervisor import Launch, Supervisor
+from novainfer.entrypoints.supervisor import Supervisor
 from novainfer.protocol.supervision import (
+    FIRST_EPOCH,
+    GIVE_UP_SIGNAL,
+    ORDERS_SCHEMA,
+    ROLE_SCHEDULER,
     ROLE_WORKER,
     SUPERVISOR_SCHEMA,
     ChildFault,
@@ -28,7 +33,7 @@ from novainfer.protocol.supervision import (
     LoadProgress,
 )
 from novainfer.transport.addresses import RunDir
-from novainfer.transport.channel import connect_push
+from novainfer.transport.channel import bind_pull, connect_push
 from novainfer.transport.parent import die_with_parent
 
 
@@ -39,26 +44,35 @@ def note(log: Path, *words: object) -> None:
 
 
 class FakeWorkers:
-    """A worker group of threads that never compute."""
+    """A worker group that never computes; `die` kills the first one when it is to prepare for the next."""
 
     def __init__(self, run_dir: RunDir, log: Path, behaviour: str, world_size: int) -> None:
         self._run_dir, self._log, self._behaviour, self._world_size = run_dir, log, behaviour, world_size
 
-    def start(self) -> None:
+    def start(self, epoch: int) -> None:
+        note(self._log, "workers of epoch", epoch)
+        self._is_alive = True
         if self._behaviour == "no-start":
             raise RuntimeError("no room for the ranks")
         with zmq.Context() as context:
             reports = connect_push(context, self._run_dir.supervisor())
             for rank in range(self._world_size):
-                reports.send(SUPERVISOR_SCHEMA.encode(ChildStarted(ROLE_WORKER, rank, os.getpid())))
+                reports.send(SUPERVISOR_SCHEMA.encode(ChildStarted(ROLE_WORKER, rank, os.getpid(), epoch=epoch)))
                 reports.send(SUPERVISOR_SCHEMA.encode(LoadProgress(rank, "weights", 1, 2)))
                 if self._behaviour == "fault":
-                    reports.send(SUPERVISOR_SCHEMA.encode(ChildFault(ROLE_WORKER, rank, 1, "out of memory")))
-                reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_WORKER, rank)))
+                    reports.send(SUPERVISOR_SCHEMA.encode(ChildFault(ROLE_WORKER, rank, epoch, "out of memory")))
+                reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_WORKER, rank, epoch)))
             reports.close()
 
     def is_alive(self) -> bool:
-        return self._behaviour != "die"
+        return self._is_alive and self._behaviour != "die"
+
+    def prepare(self) -> None:
+        if self._behaviour == "die-once":
+            self._behaviour, self._is_alive = "normal", False
+
+    def end(self) -> None:
+        note(self._log, "workers ended")
 
     def stop(self) -> None:
         note(self._log, "workers stopped")
@@ -82,8 +96,8 @@ def run_server(options: argparse.Namespace) -> int:
 
         launch = Launch(
             gateway=lambda index: child("gateway", index),
-            scheduler=lambda replica: child("scheduler", replica),
-            workers=lambda epoch: FakeWorkers(run_dir, log, behaviour.get("worker", "normal"), 2),
+            scheduler=lambda epoch, group: [*child("scheduler", 0), "--epoch", str(epoch), "--group", str(group)],
+            workers=lambda: FakeWorkers(run_dir, log, behaviour.get("worker", "normal"), 2),
         )
         with Supervisor(config, run_dir, launch) as supervisor:
             return supervisor.run()
@@ -94,22 +108,37 @@ def run_child(options: argparse.Namespace) -> int:
     die_with_parent()
     stop = threading.Event()
     name = f"{options.role} {options.index}"
-    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    for number in (signal.SIGTERM, GIVE_UP_SIGNAL):
+        signal.signal(number, lambda number, frame: stop.set())
     note(Path(options.log), name, "pid", os.getpid())
+    run_dir = RunDir(Path(options.run_dir))
     with zmq.Context() as context:
-        reports = connect_push(context, RunDir(Path(options.run_dir)).supervisor())
-        reports.send(SUPERVISOR_SCHEMA.encode(ChildStarted(options.role, options.index, os.getpid(), 4321)))
+        reports = connect_push(context, run_dir.supervisor())
+        started = ChildStarted(options.role, options.index, os.getpid(), 4321, options.epoch)
+        reports.send(SUPERVISOR_SCHEMA.encode(started))
         if options.behave == "exit":
             reports.send(SUPERVISOR_SCHEMA.encode(ChildFault(options.role, options.index, 1, "the disk is full")))
             reports.close()
             return 7
         if options.behave != "late":
-            reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(options.role, options.index)))
+            reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(options.role, options.index, options.epoch)))
+        if options.role == ROLE_SCHEDULER:
+            note(Path(options.log), name, "epoch", options.epoch, "group", options.group)
+            obey(bind_pull(context, run_dir.orders(0)), reports, stop)
         reports.close()
         while not stop.wait(0.05) or options.behave == "stubborn":
             pass
     note(Path(options.log), name, "stopped")
     return 0
+
+
+def obey(orders: zmq.Socket[bytes], reports: zmq.Socket[bytes], stop: threading.Event) -> None:
+    """A scheduler whose ranks are always there."""
+    while not stop.is_set():
+        if orders.poll(50):
+            epoch = ORDERS_SCHEMA.decode(orders.recv()).epoch
+            reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_SCHEDULER, 0, epoch)))
+    orders.close()
 
 
 if __name__ == "__main__":
@@ -118,6 +147,8 @@ if __name__ == "__main__":
     for flag in ("--run-dir", "--log", "--role"):
         parser.add_argument(flag)
     parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--epoch", type=int, default=FIRST_EPOCH)
+    parser.add_argument("--group", type=int, default=FIRST_EPOCH)
     parser.add_argument("--behave", default="{}")
     parser.add_argument("--start-timeout", type=float, default=600.0)
     parsed = parser.parse_args()

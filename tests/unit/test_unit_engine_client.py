@@ -201,6 +201,53 @@ def test_given_a_scheduler_restart_when_streams_are_live_then_they_go_on_token_f
     with_client(scheduler, body)
 
 
+def test_given_workers_that_are_replaced_when_requests_come_then_they_wait_and_nothing_is_sent_twice(
+    scheduler: ScriptedScheduler,
+) -> None:
+    async def body(client: EngineClient) -> None:
+        def recover(ready: bool) -> None:
+            scheduler.ready = ready
+            scheduler.epoch += not ready
+            scheduler._send_info()
+
+        scheduler.tokens_before_pause = 2
+        early = client.submit(request("early"))
+        await in_thread(lambda: scheduler.wait_for(lambda: scheduler.step >= 2))
+        await in_thread(lambda: scheduler.run_in_thread(lambda: recover(False)))
+        while client.ready:
+            await asyncio.sleep(0)
+        late = client.submit(request("late"))
+        await in_thread(lambda: scheduler.wait_for(lambda: "late" in scheduler.live))
+        await in_thread(lambda: scheduler.run_in_thread(lambda: recover(True)))
+        scheduler.tokens_before_pause = None
+        assert (await read(early))[("early", 0)] == oracle_tokens(request("early"), 0, 8, VOCAB)
+        assert (await read(late))[("late", 0)] == oracle_tokens(request("late"), 0, 8, VOCAB)
+        assert [r.request_id for r in scheduler.added] == ["early", "late"]
+
+    with_client(scheduler, body)
+
+
+def test_given_a_scheduler_that_gave_the_gateway_up_when_it_hears_it_again_then_all_is_sent_again_in_the_same_epoch(
+    scheduler: ScriptedScheduler,
+) -> None:
+    async def body(client: EngineClient) -> None:
+        def give_up() -> None:
+            scheduler.live.clear()
+            scheduler.session += 1
+            scheduler._send_info()
+
+        scheduler.tokens_before_pause = 3
+        stream = client.submit(request())
+        await in_thread(lambda: scheduler.wait_for(lambda: scheduler.step >= 3))
+        await in_thread(lambda: scheduler.run_in_thread(give_up))
+        await in_thread(lambda: scheduler.wait_for(lambda: "r" in scheduler.live))
+        scheduler.tokens_before_pause = None
+        assert (await read(stream))[("r", 0)] == oracle_tokens(request(), 0, 8, VOCAB)
+        assert [len(r.emitted) for r in scheduler.added] == [0, 1]
+
+    with_client(scheduler, body)
+
+
 def test_given_an_old_epoch_or_a_gap_when_it_speaks_then_only_the_gap_ends_the_request(
     scheduler: ScriptedScheduler,
 ) -> None:

@@ -24,7 +24,18 @@ from novainfer.protocol.messages import (
     RequestRejected,
     TokenOutput,
 )
-from novainfer.protocol.step import WORKER_SCHEMA, NewBlocks, NewRow, RowPromptLogprobs, StepPlan, StepResult
+from novainfer.protocol.step import (
+    WORKER_SCHEMA,
+    Adopt,
+    IndexedBlock,
+    NewBlocks,
+    NewRow,
+    RowPromptLogprobs,
+    StepPlan,
+    StepResult,
+    WorkerFault,
+    WorkerHello,
+)
 from novainfer.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.unit
@@ -46,6 +57,10 @@ MESSAGES = [
 ]
 STEPS = [
     StepPlan(1, 2, [0, 3], [1, 7], [4], [NewRow(3, [1, 2], 2, 0, [9], PARAMS, 1, [7])], [NewBlocks(0, [8])], [1], [2]),
+    StepPlan(1, 2, [0], [1], unindexed=[3], indexed=[IndexedBlock(4, b"\0\xff", [1, 2])]),
+    WorkerHello(2, 1, 0, 1, 10, 16, 100, 512, 8, [IndexedBlock(4, b"\0\xff", [1, 2])]),
+    WorkerFault(1, 0, "out of memory"),
+    Adopt(3),
     StepResult(1, 2, [0], [5], [None, LOGPROBS], [RowPromptLogprobs(3, 1, [LOGPROBS])], [0]),
 ]
 

@@ -42,6 +42,14 @@ class FakeServer:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
+    def wait_error(self, words: str) -> None:
+        """Read standard error up to a line with these words."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if words in line:
+                return
+        raise AssertionError(f"it ended without saying {words!r}")
+
     def log(self) -> list[str]:
         return self._log.read_text(encoding="utf-8").splitlines()
 
@@ -112,14 +120,42 @@ def test_a_child_that_fails_when_it_exits_then_everything_ends_with_status_1_and
     assert not server.run_dir.exists()
 
 
-def test_a_serving_child_when_it_is_killed_then_everything_ends_with_status_1(start: Start) -> None:
+def test_a_serving_gateway_when_it_is_killed_then_everything_ends_with_status_1(start: Start) -> None:
+    server = start()
+    assert "is ready" in server.wait_ready()
+    os.kill(server.pids()["gateway 1"], signal.SIGKILL)
+    status, errors = server.finish()
+    assert status == 1
+    assert "gateway 1 was killed by SIGKILL" in errors
+    assert "gateway 0 stopped" in server.log()
+
+
+def test_a_serving_scheduler_when_it_is_killed_then_another_one_takes_the_same_workers_over_in_the_next_epoch(
+    start: Start,
+) -> None:
     server = start()
     assert "is ready" in server.wait_ready()
     os.kill(server.pids()["scheduler 0"], signal.SIGKILL)
-    status, errors = server.finish()
-    assert status == 1
-    assert "scheduler 0 was killed by SIGKILL" in errors
-    assert "gateway 0 stopped" in server.log()
+    server.wait_error("serving again")
+    server.process.send_signal(signal.SIGTERM)
+    status, _ = server.finish()
+    assert status == 0
+    epochs = [line for line in server.log() if " epoch " in line]
+    assert epochs == ["workers of epoch 1", "scheduler 0 epoch 1 group 1", "scheduler 0 epoch 2 group 1"]
+
+
+def test_serving_workers_when_they_die_then_others_come_in_the_next_epoch_and_the_scheduler_stays(start: Start) -> None:
+    server = start(worker="die-once")
+    assert "is ready" in server.wait_ready()
+    server.wait_error("serving again")
+    server.process.send_signal(signal.SIGTERM)
+    status, _ = server.finish()
+    assert status == 0
+    assert sorted(line for line in server.log() if " epoch " in line) == [
+        "scheduler 0 epoch 1 group 1",
+        "workers of epoch 1",
+        "workers of epoch 2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +180,7 @@ def test_a_gateway_that_ignores_sigterm_when_a_second_signal_comes_then_it_is_ki
     server = start(gateway="stubborn")
     assert "is ready" in server.wait_ready()
     server.process.send_signal(signal.SIGINT)
-    assert server.process.stderr is not None
-    for line in server.process.stderr:
-        if "got SIGINT" in line:
-            break
+    server.wait_error("got SIGINT")
     server.process.send_signal(signal.SIGINT)
     status, errors = server.finish()
     assert status == 0

@@ -21,6 +21,7 @@ class Decoder:
 
     def __init__(self, build: LayerBuilder, spec: DecoderSpec, max_position: int) -> None:
         self.spec = spec
+        self.layers_done = 0
         self.num_local_kv_heads = HeadShard.of(spec, build.tp).num_kv_heads
         embedding_rows = load_vocab_rows(build, f"{spec.prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self._embedding = VocabEmbedding(embedding_rows, build.tp, spec.embedding_multiplier)
@@ -37,6 +38,7 @@ class Decoder:
         update: Tensor | None = None
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
             residual, update = layer(residual, update, positions, batch, kv_cache)
+            self.layers_done += 1
         return _next_input(self._norm, residual, update)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -43,7 +43,10 @@ class AttentionStep(Protocol):
 class PagedStep:
     """One step of the engine: keys and values go to the paged cache, queries read them from there."""
 
-    def __init__(self, kernels: KernelBackend, batch: ForwardBatch, kv_caches: KvCaches) -> None:
+    def __init__(
+        self, model: TransformersModel, kernels: KernelBackend, batch: ForwardBatch, kv_caches: KvCaches
+    ) -> None:
+        self._model = model
         self._kernels = kernels
         self._batch = batch
         self._kv_caches = kv_caches
@@ -54,6 +57,7 @@ class PagedStep:
         padded = F.pad(value, (0, key.shape[2] - value_dim))  # latent attention has shorter values than keys
         self._kernels.store_kv(key, padded, key_cache, value_cache, self._batch.slot_mapping)
         attended = self._kernels.paged_attention(query, key_cache, value_cache, self._batch.metadata, params)
+        self._model.layers_done += 1
         return attended[..., :value_dim]
 
 
@@ -124,6 +128,7 @@ class TransformersModel:
 
     def __init__(self, model: Any, spec: ModelSpec, kernels: KernelBackend) -> None:
         self.spec = spec
+        self.layers_done = 0
         self.num_local_kv_heads = spec.num_kv_heads
         self._decoder = model.get_decoder()
         self._head = _with_replaced(model, _path_of(model, self._decoder), HiddenInput())
@@ -131,7 +136,7 @@ class TransformersModel:
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
         """input_ids, positions [T] -> hidden states [T, hidden] after the final norm."""
-        return decoder_forward(self._decoder, input_ids, positions, PagedStep(self._kernels, batch, kv_caches))
+        return decoder_forward(self._decoder, input_ids, positions, PagedStep(self, self._kernels, batch, kv_caches))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] float32."""

@@ -1,0 +1,39 @@
+"""How the parts of a server are started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from novainfer.config import ServeConfig
+from novainfer.entrypoints.children import python_module
+from novainfer.entrypoints.worker_thread import WorkerGroup
+from novainfer.transport.addresses import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Makes what the supervisor runs; tests put small scripts here."""
+
+    gateway: Callable[[int], Sequence[str]]  # index -> command
+    scheduler: Callable[[int, int], Sequence[str]]  # its epoch, that of the worker group -> command
+    workers: Callable[[], WorkerGroup]  # not started; called in its own thread
+
+
+def standard_launch(config: ServeConfig, run_dir: RunDir) -> Launch:
+    """The real gateway, scheduler and Ray workers."""
+    where = ("--run-dir", str(run_dir.path))
+
+    def ray_workers() -> WorkerGroup:
+        from workers.ray_group import RayWorkerGroup
+
+        return RayWorkerGroup(config, run_dir)
+
+    def scheduler(epoch: int, group: int) -> list[str]:
+        return python_module("novainfer.engine.server", *where, "--epoch", str(epoch), "--group", str(group))
+
+    return Launch(
+        gateway=lambda index: python_module("gateway.process", *where, "--index", str(index)),
+        scheduler=scheduler,
+        workers=ray_workers,
+    )

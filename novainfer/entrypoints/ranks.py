@@ -1,0 +1,60 @@
+"""Rank processes of this host for the supervisor: Ray owns them, but their death is seen, and dealt, here at once.
+
+A file descriptor of the process (Linux) becomes readable when it dies, and a signal sent through it can never reach
+another process that got the same number. Elsewhere, and for ranks on other hosts, Ray alone tells and kills.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from novainfer.entrypoints.children import ChildState
+
+logger = logging.getLogger(__name__)
+
+_KILL_PATIENCE_MS = 5000
+
+
+def hold_rank(rank: ChildState) -> int | None:
+    """Get hold of a rank that has reported its pid: its new `process_file`, None where that is impossible."""
+    if rank.process_file is not None or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        process_file = os.pidfd_open(rank.pid)
+        title = Path(f"/proc/{rank.pid}/cmdline").read_bytes()
+    except OSError:
+        return None  # dead already: Ray will tell
+    if b"novainfer: worker" not in title:  # Ray's processes have other numbers for us, e.g. in another container
+        os.close(process_file)
+        return None
+    rank.process_file = process_file
+    return process_file
+
+
+def dead_ranks(ranks: Sequence[ChildState]) -> list[ChildState]:
+    """Those that we hold and that have died."""
+    return [rank for rank in ranks if rank.process_file is not None and _is_dead(rank.process_file, 0)]
+
+
+def kill_ranks(ranks: Sequence[ChildState]) -> None:
+    """SIGKILL those that we hold, also stopped ones, and wait until they are dead."""
+    held = [(rank, rank.process_file) for rank in ranks if rank.process_file is not None]
+    for _, process_file in held:
+        try:
+            signal.pidfd_send_signal(process_file, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    for rank, process_file in held:
+        if not _is_dead(process_file, _KILL_PATIENCE_MS):
+            logger.error("%s (pid %d) does not die", rank.name, rank.pid)
+
+
+def _is_dead(process_file: int, timeout_ms: int) -> bool:
+    poller = select.poll()
+    poller.register(process_file, select.POLLIN)
+    return bool(poller.poll(timeout_ms))

@@ -1,0 +1,48 @@
+"""When a process that still exists counts as dead: pure rules over what its pulses told. No clock, no signal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from novainfer.config import ServerConfig
+from novainfer.entrypoints.children import ChildState, Phase
+from novainfer.protocol.supervision import ROLE_WORKER, RankPulse
+
+
+def heard(child: ChildState, now: float) -> None:
+    """It lives, and has just got somewhere."""
+    child.heard_at = child.moved_at = now
+
+
+def felt(rank: ChildState, pulse: RankPulse, now: float) -> None:
+    """A rank lives, and may have got on."""
+    rank.heard_at = now
+    if not pulse.is_busy or pulse.progress != rank.progress:
+        rank.moved_at = now
+    rank.is_busy, rank.progress = pulse.is_busy, pulse.progress
+
+
+def forgive(children: Sequence[ChildState], now: float) -> None:
+    """Nobody listened for a while (this process was stopped, the machine slept): nobody is to blame for it."""
+    for child in children:
+        if child.heard_at is not None:
+            heard(child, now)
+
+
+def hang(children: Sequence[ChildState], config: ServerConfig, now: float) -> tuple[ChildState, str] | None:
+    """The first of these processes (of one role) that hangs, and why."""
+    for child in children:
+        if child.heard_at is None or child.phase == Phase.EXITED:
+            continue
+        # While a rank loads, one call may keep the whole process from running.
+        is_loading = child.role == ROLE_WORKER and child.phase < Phase.READY
+        patience = config.stall_timeout if is_loading else config.hang_timeout
+        if now - child.heard_at > patience:
+            return child, f"{child.name} hangs: silent for {now - child.heard_at:.1f} s"
+        if child.is_busy and not is_loading:
+            # All ranks get the same plans. A step that one has got and another not, from a dying scheduler, never ends.
+            is_alone = any(not other.is_busy for other in children)
+            still = now - child.moved_at
+            if still > (config.hang_timeout if is_alone else config.stall_timeout):
+                return child, f"{child.name} hangs: no progress for {still:.1f} s"
+    return None

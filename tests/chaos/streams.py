@@ -1,0 +1,146 @@
+"""Streams of every kind, read to their ends by threads, so that what came can be compared with what should come."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.servers import RunningServer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LENGTH = 160
+_ALWAYS = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True, "max_tokens": LENGTH}
+
+
+def _chat(text: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    return CHAT, {"messages": [{"role": "user", "content": text}], "ignore_eos": True, **options}
+
+
+def _completion(text: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    return COMPLETIONS, {"prompt": text, "ignore_eos": True, **options}
+
+
+REQUESTS = [
+    _chat("What is NovaInfer?", temperature=0, logprobs=True, top_logprobs=2),
+    _chat("Hello!", temperature=1.0, seed=3, n=3, top_p=0.95),
+    _chat("Spell the word river.", temperature=0.8, seed=8, presence_penalty=0.5, frequency_penalty=0.3),
+    _chat("Count from 3 to 9.", temperature=1.2, seed=5, stop=["zq", "xj"], top_k=50, logprobs=True),
+    _chat("What is 23 plus 45?", temperature=0, ignore_eos=False, min_tokens=120),
+    _completion("NovaInfer is a server", temperature=0, echo=True, logprobs=1),
+    _completion("One, two, three", temperature=1.0, seed=21, prompt_logprobs=1, repetition_penalty=1.1, stream=False),
+    _completion("A" * 200, temperature=0.9, seed=13, n=2, min_p=0.01),
+]
+
+
+@dataclass
+class Answer:
+    """One stream, put together again: by choice what it said, and what it said of the whole."""
+
+    text: dict[int, str] = field(default_factory=lambda: defaultdict(str))
+    token_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    others: list[Any] = field(default_factory=list)  # fields of a chunk or choice that come once: prompt logprobs
+    usage: tuple[int, int] = (0, 0)  # prompt and completion tokens
+    error: str | None = None
+    is_done: bool = False
+
+    def take(self, data: str) -> int:
+        """Add one event; the number of tokens in it."""
+        if data == "[DONE]":
+            self.is_done = True
+            return 0
+        chunk = json.loads(data)
+        if "error" in chunk:
+            self.error = chunk["error"]["message"]
+            return 0
+        if chunk.get("usage"):
+            self.usage = chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]
+        return sum(self._take_choice(choice) for choice in chunk["choices"])
+
+    def _take_choice(self, choice: dict[str, Any]) -> int:
+        index = choice["index"]
+        assert index not in self.finish_reasons, "something came after the finish reason"
+        self.text[index] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        self.token_ids[index] += choice.get("token_ids") or []
+        logprobs = choice.get("logprobs") or {}
+        if "content" in logprobs:
+            self.logprobs[index] += logprobs["content"] or []
+        elif logprobs:
+            self.logprobs[index] += zip(
+                logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+            )
+        if choice.get("prompt_logprobs"):
+            self.others.append(choice["prompt_logprobs"])
+        if choice.get("finish_reason"):
+            self.finish_reasons[index] = choice["finish_reason"]
+        return len(choice.get("token_ids") or [])
+
+
+class Streams:
+    """All of REQUESTS, running at once. Use as a context manager; `answers` waits for their ends."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._server = server
+        self._counts = [0] * len(REQUESTS)
+        self._changed = threading.Condition()
+        self._pool = ThreadPoolExecutor(len(REQUESTS))
+        self._futures: list[Future[Answer]] = []
+
+    def __enter__(self) -> Streams:
+        self._futures = [self._pool.submit(self._read, number) for number in range(len(REQUESTS))]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def wait_tokens(self, more: int) -> None:
+        """Block until the streams have got so many more tokens, all together."""
+        with self._changed:
+            wanted = sum(self._counts) + more
+            self._changed.wait_for(lambda: sum(self._counts) >= wanted)
+
+    def wait_all_have_begun(self) -> None:
+        """Block until each stream has got a token."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(self._counts))
+
+    def answers(self) -> list[Answer]:
+        """What came, in the order of REQUESTS."""
+        return [future.result() for future in self._futures]
+
+    def _read(self, number: int) -> Answer:
+        path, body = REQUESTS[number]
+        answer = Answer()
+        body = {**_ALWAYS, **body}
+        if not body["stream"]:
+            del body["stream_options"]
+            self._count(number, 1)
+        try:
+            with self._server.http() as http, http.stream("POST", path, json=body) as reply:
+                assert reply.status_code == (200 if body["stream"] else reply.status_code), reply.read()
+                for line in reply.iter_lines():
+                    if line.startswith(("data: ", "{")):
+                        self._count(number, answer.take(line.removeprefix("data: ")))
+            answer.is_done = answer.is_done or not body["stream"]
+        finally:
+            self._count(number, 1_000_000)  # whoever waits for tokens of this one shall not wait for ever
+        return answer
+
+    def _count(self, number: int, tokens: int) -> None:
+        with self._changed:
+            self._counts[number] += tokens
+            self._changed.notify_all()
+
+
+def run(server: RunningServer, disturb: Callable[[Streams], None]) -> list[Answer]:
+    """All requests at once; `disturb` is called while they run."""
+    with Streams(server) as streams:
+        streams.wait_all_have_begun()
+        disturb(streams)
+        return streams.answers()

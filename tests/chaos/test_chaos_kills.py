@@ -1,0 +1,174 @@
+"""Processes of a real server are killed and stopped while streams run: every stream goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from tests.chaos.streams import LENGTH, Answer, Streams, run
+from tests.servers import RunningServer, assert_gone
+
+pytestmark = [pytest.mark.stage2, pytest.mark.timeout(900)]
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+Disturb = Callable[[RunningServer, Streams], None]
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A server, and what it says when nothing happens to it."""
+
+    server: RunningServer
+    answers: list[Answer]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbed]:
+    log = tmp_path_factory.mktemp("chaos") / "log"
+    server = RunningServer("--tensor-parallel-size", str(request.param), log=log)
+    try:
+        yield Undisturbed(server, run(server, lambda streams: None))
+        server.stop()
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+def strike(server: RunningServer, title: str, number: signal.Signals) -> psutil.Process:
+    process = server.processes()[title]
+    os.kill(process.pid, number)
+    return process
+
+
+def wait_replaced(server: RunningServer, title: str, old: psutil.Process) -> None:
+    """Block until another process has this title."""
+    while server.processes().get(title, old) == old:
+        assert server.process.poll() is None, server.errors
+
+
+def last_rank(server: RunningServer) -> str:
+    return max(title for title in server.processes() if title.startswith("worker"))
+
+
+def kill_a_rank(server: RunningServer, streams: Streams) -> None:
+    strike(server, last_rank(server), KILL)
+
+
+def stop_a_rank(server: RunningServer, streams: Streams) -> None:
+    strike(server, "worker 0.0", STOP)
+
+
+def kill_the_scheduler(server: RunningServer, streams: Streams) -> None:
+    strike(server, "scheduler 0", KILL)
+
+
+def stop_the_scheduler(server: RunningServer, streams: Streams) -> None:
+    strike(server, "scheduler 0", STOP)
+
+
+def kill_a_rank_and_its_successor(server: RunningServer, streams: Streams) -> None:
+    old = strike(server, "worker 0.0", KILL)
+    wait_replaced(server, "worker 0.0", old)
+    strike(server, "worker 0.0", KILL)
+
+
+def kill_the_scheduler_and_its_successor(server: RunningServer, streams: Streams) -> None:
+    old = strike(server, "scheduler 0", KILL)
+    wait_replaced(server, "scheduler 0", old)
+    strike(server, "scheduler 0", KILL)
+
+
+def kill_all_at_once(server: RunningServer, streams: Streams) -> None:
+    strike(server, "worker 0.0", KILL)
+    strike(server, "scheduler 0", KILL)
+
+
+def kill_one_after_the_other(server: RunningServer, streams: Streams) -> None:
+    for title in ("worker 0.0", "scheduler 0", last_rank(server)):
+        strike(server, title, KILL)
+        streams.wait_tokens(40)
+
+
+def kill_rays_raylet(server: RunningServer, streams: Streams) -> None:
+    next(process for process in server.tree() if process.name() == "raylet").kill()
+
+
+def kill_rays_control_store(server: RunningServer, streams: Streams) -> None:
+    next(process for process in server.tree() if process.name() == "gcs_server").kill()
+
+
+DISTURBANCES: list[Disturb] = [
+    kill_a_rank,
+    stop_a_rank,
+    kill_the_scheduler,
+    stop_the_scheduler,
+    kill_a_rank_and_its_successor,
+    kill_the_scheduler_and_its_successor,
+    kill_all_at_once,
+    kill_one_after_the_other,
+    kill_rays_raylet,
+    kill_rays_control_store,
+]
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda disturb: disturb.__name__)
+def test_given_streams_of_every_kind_when_processes_die_then_each_is_as_if_nothing_had_been(
+    undisturbed: Undisturbed, disturb: Disturb
+) -> None:
+    server = undisturbed.server
+    before = server.processes()
+
+    def now(streams: Streams) -> None:
+        disturb(server, streams)
+
+    answers = run(server, now)
+    server.wait_until_ready()
+    assert [answer.error for answer in answers] == [None] * len(answers)
+    assert all(answer.is_done for answer in answers)
+    assert answers == undisturbed.answers
+    after = server.processes()
+    assert after.keys() == before.keys()
+    assert after != before, "nothing was replaced"
+    server.wait_until_nothing_is_held()
+
+
+def test_given_no_disturbance_when_run_again_then_the_answers_say_enough_to_compare(undisturbed: Undisturbed) -> None:
+    assert undisturbed.answers == run(undisturbed.server, lambda streams: None)
+    assert all(len(ids) <= LENGTH for answer in undisturbed.answers for ids in answer.token_ids.values())
+    reasons = [answer.finish_reasons for answer in undisturbed.answers]
+    assert [len(ends) for ends in reasons] == [1, 3, 1, 1, 1, 1, 1, 2]
+    assert all(undisturbed.answers[number].logprobs[0] for number in (0, 3, 5))
+    assert undisturbed.answers[6].others
+
+
+def test_given_a_group_that_dies_again_and_again_when_it_was_enough_then_streams_end_with_an_error_and_so_does_it(
+    start_server: Callable[..., RunningServer],
+) -> None:
+    server = start_server()
+    tree = server.tree()
+
+    def kill_each(streams: Streams) -> None:
+        killed: set[psutil.Process] = set()
+        while server.process.poll() is None:
+            try:
+                processes = server.processes()
+            except psutil.NoSuchProcess:
+                continue  # the server itself has just ended
+            rank = processes.get("worker 0.0")
+            if rank is not None and rank not in killed:
+                killed.add(rank)
+                tree.append(rank)
+                rank.kill()
+            tree.extend(processes.values())
+
+    answers = run(server, kill_each)
+    assert {answer.error for answer in answers} == {"The engine failed for good."}
+    assert not any(answer.finish_reasons for answer in answers)
+    assert server.wait() == 1
+    assert "given up" in server.errors
+    assert_gone(list(set(tree)))

@@ -1,0 +1,94 @@
+"""When a process counts as hung, and how often what dies is started again."""
+
+from __future__ import annotations
+
+import pytest
+
+from novainfer.config import ServerConfig
+from novainfer.entrypoints.children import ChildState, Phase
+from novainfer.entrypoints.restarts import STABLE_SECONDS, Restarts
+from novainfer.entrypoints.vitals import felt, forgive, hang, heard
+from novainfer.protocol.supervision import RankPulse
+
+pytestmark = pytest.mark.unit
+
+CONFIG = ServerConfig(hang_timeout=4.0, stall_timeout=60.0)
+
+
+def rank(index: int = 0, phase: Phase = Phase.READY) -> ChildState:
+    child = ChildState("worker", index, 1, phase)
+    heard(child, 0.0)
+    return child
+
+
+def pulse(child: ChildState, now: float, *, is_busy: bool, progress: int) -> None:
+    felt(child, RankPulse(child.index, 1, is_busy, progress), now)
+
+
+def words(children: list[ChildState], now: float) -> str | None:
+    found = hang(children, CONFIG, now)
+    return None if found is None else found[1]
+
+
+def test_given_a_rank_that_was_never_heard_when_time_passes_then_it_does_not_hang() -> None:
+    assert words([ChildState("worker", 0, 1)], 1e6) is None
+
+
+@pytest.mark.parametrize(("phase", "patience"), [(Phase.READY, 4.0), (Phase.STARTED, 60.0)])
+def test_given_a_silent_rank_when_its_patience_is_over_then_it_hangs(phase: Phase, patience: float) -> None:
+    assert words([rank(phase=phase)], patience) is None
+    assert words([rank(phase=phase)], patience + 0.1) == f"worker 0 hangs: silent for {patience + 0.1:.1f} s"
+
+
+def test_given_a_scheduler_without_workers_when_it_is_silent_then_it_hangs_as_soon_as_one_with_them() -> None:
+    child = ChildState("scheduler", 0, 1, Phase.STARTED)
+    heard(child, 0.0)
+    assert words([child], 4.1) is not None
+
+
+def test_given_a_busy_rank_when_its_counter_stands_still_then_it_hangs_and_an_idle_one_does_not() -> None:
+    busy, idle = rank(), rank()
+    for second in range(62):
+        pulse(busy, second, is_busy=True, progress=7)
+        pulse(idle, second, is_busy=False, progress=7)
+    assert words([idle], 61.5) is None
+    assert words([busy], 61.5) == "worker 0 hangs: no progress for 61.5 s"
+
+
+def test_given_a_slow_step_when_its_layers_go_on_then_it_does_not_hang() -> None:
+    child = rank()
+    for second in range(600):
+        pulse(child, second, is_busy=True, progress=second // 50)
+    assert words([child], 600.0) is None
+
+
+def test_given_a_rank_that_waits_for_an_idle_one_when_time_passes_then_it_hangs_soon() -> None:
+    busy, idle = rank(0), rank(1)
+    for second in range(6):
+        pulse(busy, second, is_busy=True, progress=7)
+        pulse(idle, second, is_busy=False, progress=7)
+    assert words([busy, idle], 5.0) == "worker 0 hangs: no progress for 5.0 s"
+    pulse(idle, 5.0, is_busy=True, progress=8)
+    assert words([busy, idle], 5.0) is None
+
+
+def test_given_a_supervisor_that_was_away_when_it_is_back_then_nobody_is_to_blame() -> None:
+    child = rank()
+    forgive([child], 100.0)
+    assert words([child], 103.0) is None
+
+
+def test_given_deaths_without_a_step_when_there_were_six_then_it_is_given_up() -> None:
+    restarts = Restarts()
+    assert [restarts.delay(0.0) for _ in range(6)] == [0.0, 1.0, 2.0, 4.0, 8.0, None]
+
+
+@pytest.mark.parametrize("sign", ["step", "long life"])
+def test_given_deaths_when_the_engine_works_in_between_then_they_are_forgotten(sign: str) -> None:
+    restarts = Restarts()
+    for _ in range(20):
+        assert restarts.delay(1000.0) == 0.0
+        assert restarts.delay(1000.0) == 1.0
+        restarts.serves(1000.0 - STABLE_SECONDS - 1 if sign == "long life" else 1000.0)
+        if sign == "step":
+            restarts.step_ended()
