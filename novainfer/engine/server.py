@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections import defaultdict
+from contextlib import suppress
 
 import zmq
 from setproctitle import setproctitle
@@ -136,6 +137,8 @@ class SchedulerServer:
         if self._engine is not None:
             self._publish(self._engine.scheduler.expire(time.monotonic()), [])
         if self._have_failed:
+            with suppress(EngineError):
+                self._executor.listen()  # what is not read would wake us again and again
             return False
         try:
             if self._engine is None or not self._has_workers:
@@ -151,6 +154,8 @@ class SchedulerServer:
         if engine.scheduler.num_in_flight == 0:
             self._last_progress = now
         submitted = engine.submit()
+        if engine.scheduler.num_in_flight == 0:
+            self._executor.listen()
         outputs = engine.collect(0.0)
         if outputs is not None:
             self._last_progress = now

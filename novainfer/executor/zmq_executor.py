@@ -104,6 +104,12 @@ class ZmqExecutor:
                 return None
         return self._results.popleft()
 
+    def listen(self) -> None:
+        """Take in what has come although no step is out. Raises `EngineError` if it says that the workers failed."""
+        while self._receive(time.monotonic()):
+            pass
+        self._raise_failure()
+
     def close(self) -> None:
         """Tell the ranks to exit, and close the socket (idempotent)."""
         if self.socket.closed:

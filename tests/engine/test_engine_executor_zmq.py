@@ -342,3 +342,21 @@ def test_worker_process_when_the_model_cannot_be_loaded_then_both_peers_hear_why
         finally:
             process.kill()
     assert isinstance(server.reports()[-1], ChildFault)
+
+
+def listen_for_ever(executor: ZmqExecutor) -> None:
+    while True:
+        assert executor.socket.poll(WAIT * 1000)
+        executor.listen()
+
+
+def test_words_that_come_while_no_step_is_out_when_listening_then_nothing_is_left_to_wake_the_poller(
+    ranks: Ranks,
+) -> None:
+    ranks.ready()
+    ranks.hello(1)
+    ranks.sockets[1].send(b"junk")
+    ranks.say(1, WorkerFault(1, 1, "broken"))
+    with pytest.raises(EngineError, match="broken"):
+        listen_for_ever(ranks.executor)
+    assert not ranks.executor.socket.poll(0)
