@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ ADDRESSES = "10.213.0.1", "10.213.0.2"
 _PATIENCE = 60  # seconds; only a failing test waits that long
 # The shell stays to take the orphans of the host away once they have ended.
 _FIRST_PROCESS = """
-mount --bind "$0" /tmp && mount -t tmpfs -o size=512m tmpfs /dev/shm && ip link set lo up && echo ready && cat
+for kept in "$@"; do mkdir -p "$0${kept#/tmp}" && mount --bind "$kept" "$0${kept#/tmp}" || exit; done
+mount --rbind "$0" /tmp && mount -t tmpfs -o size=512m tmpfs /dev/shm && ip link set lo up && echo ready && cat
 exit
 """
 _UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -41,7 +43,10 @@ class Host:
         tmp.mkdir()
         self.tmp, self.address = tmp, address
         self._process = subprocess.Popen(
-            [*_UNSHARE, "sh", "-c", _FIRST_PROCESS, str(tmp)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*_UNSHARE, "sh", "-c", _FIRST_PROCESS, str(tmp), *_kept()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
@@ -67,6 +72,12 @@ class Host:
     def close(self) -> None:
         """End the host and everything in it."""
         self._process.communicate(timeout=_PATIENCE)
+
+
+def _kept() -> list[str]:
+    """What a host shares with us although it has a /tmp of its own: this checkout and the interpreter's packages."""
+    folders = dict.fromkeys((Path(__file__).resolve().parent.parent, Path(sys.prefix)))
+    return [str(folder) for folder in folders if folder.is_relative_to("/tmp")]
 
 
 @contextmanager

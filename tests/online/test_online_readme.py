@@ -38,7 +38,8 @@ def test_given_the_python_snippet_when_run_then_it_prints_an_answer(server: Runn
 
 def test_given_the_offline_snippet_when_run_then_it_prints_text_and_usage(tmp_path: Path) -> None:
     lines = run([sys.executable, "-c", snippet("python", "from novainfer import LLM")], tmp_path)
-    assert lines.count("'completion_tokens'") == 2
+    assert lines.count("'completion_tokens'") == 3
+    assert "31 + 17 = 48." in lines
 
 
 def test_given_the_curl_snippet_when_run_then_it_prints_a_completion(server: RunningServer, tmp_path: Path) -> None:
