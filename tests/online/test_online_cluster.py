@@ -128,7 +128,7 @@ def test_given_a_cluster_of_two_hosts_when_only_the_other_has_room_then_its_rank
     server.stop()
     assert said not in server.errors
     assert not (front.tmp / "server").exists()
-    assert [path.name for path in back.tmp.iterdir()] == ["ray"]
+    assert [path.name for path in back.tmp.iterdir() if any(path.iterdir())] == ["ray"]
 
 
 def test_given_ranks_on_another_host_when_the_supervisor_is_killed_then_they_end_too(
