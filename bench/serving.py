@@ -21,7 +21,7 @@ from bench import report, workloads
 from bench.http_stream import RequestError, Target
 from bench.server import started_server
 
-DEFAULT_VOCABULARY = 2000  # ids that every model has
+DEFAULT_VOCABULARY = 600  # ids that every model has, the demo model too
 
 
 @dataclass(slots=True)

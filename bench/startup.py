@@ -39,7 +39,7 @@ def run(model: str, starts: int, requests: int) -> dict[str, Any]:
 
 async def _first_tokens(target: Target, requests: int, seed: int) -> list[float]:
     model = first_model(target)
-    items = workloads.fixed(2000, num_seqs=requests + 1, num_input=_PROMPT_TOKENS, num_output=4, seed=seed)
+    items = workloads.fixed(600, num_seqs=requests + 1, num_input=_PROMPT_TOKENS, num_output=4, seed=seed)
     results = [await send(target, model, item, _ONE_AT_A_TIME) for item in items]
     failed = [result.error for result in results if result.error]
     if failed:
