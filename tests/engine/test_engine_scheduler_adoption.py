@@ -124,8 +124,10 @@ def test_given_many_to_send_again_when_the_queue_is_short_then_none_that_was_acc
     for i in range(5):
         journals.add(str(i), [i, 1], max_tokens=3)
     journals.driver.engine = EngineCore(journals.executor, ServeConfig(scheduler=SchedulerConfig(max_waiting=1)))
+    engine = journals.driver.engine
     for i in range(5):
-        journals.driver.engine.add(make_message(str(i), [i, 1], emitted=[[]], max_tokens=3), now=0.0)
+        engine.add(make_message(str(i), [i, 1], emitted=[[]], max_tokens=3), now=0.0)
+    assert set(engine.scheduler.requests) == {"0", "1", "2", "3", "4"}
 
 
 def test_given_held_blocks_when_adopted_then_free_ones_are_taken_first_then_the_oldest_chain_from_its_end() -> None:
