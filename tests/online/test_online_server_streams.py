@@ -8,7 +8,6 @@ import random
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import openai
 import pytest
 
@@ -124,23 +123,6 @@ def test_given_a_loglikelihood_request_when_sent_then_prompt_and_output_are_scor
     assert len(values) > 4
     assert all(value is not None and value <= 0 for value in values[1:])
     assert scored.choices[0].text.startswith("NovaInfer is a server")
-
-
-def test_given_a_long_text_when_it_is_tokenised_then_others_are_still_answered(server: RunningServer) -> None:
-    text = "a longer text for the tokenizer " * 60_000
-
-    async def run() -> int:
-        limits = {"base_url": server.base_url, "trust_env": False, "timeout": 120}
-        async with httpx.AsyncClient(**limits) as client:  # type: ignore[arg-type]
-            long = asyncio.create_task(client.post("/v1/completions", json={"prompt": text}))
-            answered = 0
-            while not long.done():
-                assert (await client.get("/livez")).status_code == 200
-                answered += 1
-            assert (await long).status_code == 400
-            return answered
-
-    assert asyncio.run(run()) > 3
 
 
 async def leave(server: RunningServer, rng: random.Random) -> str:
