@@ -14,8 +14,9 @@ from typing import Any
 
 import zmq
 
-from novainfer.errors import EngineError, PeerLostError
-from novainfer.protocol.step import WORKER_SCHEMA, Adopt, IndexedBlock, Shutdown, StepPlan, WorkerFault, WorkerHello
+from novainfer.errors import PeerLostError
+from novainfer.executor.rank import RankSession
+from novainfer.protocol.step import WORKER_SCHEMA, StepPlan, WorkerFault
 from novainfer.protocol.supervision import (
     ROLE_WORKER,
     SUPERVISOR_SCHEMA,
@@ -25,7 +26,6 @@ from novainfer.protocol.supervision import (
     LoadProgress,
 )
 from novainfer.transport.channel import connect_dealer, connect_push
-from workers.held_blocks import HeldBlocks
 from workers.launch import RankLaunch, RankPlace
 from workers.model_runner import PendingStep
 from workers.pulse import Pulse
@@ -66,92 +66,55 @@ def run_rank(launch: RankLaunch) -> None:
 
 
 class StepLoop:
-    """Receives plans in order, runs each once, and sends rank 0's results in the same order.
-
-    Says hello as long as no plan comes: a scheduler that has replaced another one knows nothing of this rank.
-    """
+    """Feeds a `RankSession` from the socket, runs its steps, and sends rank 0's results in the order of the plans."""
 
     def __init__(self, worker: Worker, place: RankPlace, socket: zmq.Socket[bytes], pulse: Pulse) -> None:
         self._worker = worker
-        self._place = place
         self._socket = socket
         self._pulse = pulse
-        self._held = HeldBlocks()
-        self._epoch = place.epoch
-        self._hello_epoch = place.epoch  # up to here the scheduler knows for certain what we hold
-        self._last_step: int | None = None
+        self._session = RankSession(self, self._send, rank=place.rank, world_size=place.world_size, info=worker.info)
         self._pending: deque[PendingStep] = deque()  # launched, not finished; rank 0 only
 
     def run(self) -> None:
         """Until Shutdown. Raises `EngineError` for a plan out of order, and whatever a step raises."""
-        self._say_hello([])
+        self._session.say_hello()
         while True:
             self._pulse.is_busy = bool(self._pending)
             if self._pending and not self._may_launch_more():
                 self._finish_oldest()
                 continue
             if not self._socket.poll(HELLO_INTERVAL_MS):
-                self._say_hello([])
+                self._session.say_hello()
                 continue
             message = WORKER_SCHEMA.decode(self._socket.recv())
             self._pulse.is_busy = True
-            if isinstance(message, Adopt):
-                self._follow(message)
-            elif message.epoch < self._epoch:
-                continue  # of a scheduler that was replaced
-            elif isinstance(message, Shutdown):
+            if not self._session.handle(message):
                 break
-            elif isinstance(message, StepPlan):
-                self._launch(message)
-            else:
-                raise EngineError(f"the scheduler sent a {type(message).__name__}")
-        while self._pending:
-            self._finish_oldest()
+        self._finish_all()
 
-    def _follow(self, adopt: Adopt) -> None:
-        """Another scheduler: no row is known to it, and no step was ever asked for. It is told once more if it asks."""
-        if adopt.epoch < self._epoch or adopt.epoch == self._hello_epoch:
-            return
-        while self._pending:
-            self._finish_oldest()
-        self._worker.runner.states.clear()
-        self._epoch, self._last_step = adopt.epoch, None
-        self._say_hello(self._held.tell(), epoch=adopt.epoch)
-
-    def _may_launch_more(self) -> bool:
-        return len(self._pending) < self._worker.max_launched and bool(self._socket.poll(0))
-
-    def _launch(self, plan: StepPlan) -> None:
-        expected = plan.step if self._last_step is None else self._last_step + 1
-        if plan.epoch != self._epoch or plan.step != expected:
-            raise EngineError(f"got step {plan.step} of epoch {plan.epoch}, not step {expected} of epoch {self._epoch}")
-        self._last_step = plan.step
-        self._hello_epoch = self._epoch
-        if self._place.rank == 0:
-            self._held.apply(plan)
+    def launch(self, plan: StepPlan) -> None:
+        """See `Steps`."""
         pending = self._worker.runner.launch(plan)
         if pending is not None:
             self._pending.append(pending)
 
-    def _finish_oldest(self) -> None:
-        self._socket.send(WORKER_SCHEMA.encode(self._pending.popleft().finish()))
+    def drop_rows(self) -> None:
+        """See `Steps`."""
+        self._finish_all()
+        self._worker.runner.states.clear()
 
-    def _say_hello(self, held: list[IndexedBlock], *, epoch: int | None = None) -> None:
-        info = self._worker.info
-        hello = WorkerHello(
-            epoch=self._hello_epoch if epoch is None else epoch,
-            group=self._place.epoch,
-            rank=self._place.rank,
-            world_size=self._place.world_size,
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            max_num_seqs=info.max_num_seqs,
-            held=held,
-            mode=info.mode,
-        )
-        self._socket.send(WORKER_SCHEMA.encode(hello))
+    def _may_launch_more(self) -> bool:
+        return len(self._pending) < self._worker.max_launched and bool(self._socket.poll(0))
+
+    def _finish_all(self) -> None:
+        while self._pending:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        self._send(self._pending.popleft().finish())
+
+    def _send(self, message: object) -> None:
+        self._socket.send(WORKER_SCHEMA.encode(message))
 
 
 class Reports:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from novainfer.protocol.step import StepPlan, StepResult
+from novainfer.protocol.step import IndexedBlock, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,4 +42,28 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release the workers (idempotent)."""
+        ...
+
+
+class GroupExecutor(Executor, Protocol):
+    """An executor whose workers come later than itself, and may be replaced."""
+
+    @property
+    def held(self) -> list[IndexedBlock]:
+        """The blocks in the index of the scheduler that had these ranks before; valid like `info`."""
+        ...
+
+    def expect(self, epoch: int, *, group: int) -> None:
+        """From now on the ranks that were started as `group` work here, in `epoch`; nobody else is heard.
+
+        Ranks of that group that are in an older epoch are adopted.
+        """
+        ...
+
+    def try_ready(self) -> ExecutorInfo | None:
+        """The info once all ranks have said hello. Raises `EngineError` if one failed. Does not wait."""
+        ...
+
+    def listen(self) -> None:
+        """Take in what has come although no step is out. Raises `EngineError` if it says that the workers failed."""
         ...

@@ -134,7 +134,7 @@ def test_a_plan_larger_than_a_message_when_submitted_then_engine_error_and_the_r
 ) -> None:
     ranks.ready()
     blocks = [2**63 - 1] * (MAX_MESSAGE_BYTES // 9 + 1)  # nine bytes each
-    with pytest.raises(EngineError, match=r"step 0 .* more than a message may have"):
+    with pytest.raises(EngineError, match=r"more than a message may have"):
         ranks.executor.submit(StepPlan(1, 0, rows=[], num_new_tokens=[], new_blocks=[NewBlocks(0, blocks)]))
     ranks.executor.submit(plan(0))
     assert [ranks.hear(rank) for rank in range(2)] == [plan(0)] * 2

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from novainfer.config import CacheConfig, SchedulerConfig, ServeConfig
 from novainfer.engine.core import EngineCore
+from novainfer.executor.held_blocks import HeldBlocks
 from novainfer.kv.manager import KVCacheManager
 from novainfer.kv.prefix_index import chain_key, root_key
 from novainfer.protocol.step import IndexedBlock, StepPlan
 from novainfer.sampling.params import SamplingParams
 from tests.engine.engine_driver import Driver, make_message
 from tests.oracle import OracleExecutor, oracle_stream
-from workers.held_blocks import HeldBlocks
 
 pytestmark = pytest.mark.stage1
 
