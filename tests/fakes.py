@@ -13,23 +13,26 @@ import tokenizers
 import zmq
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from novainfer.engine.gateways import GatewayLink
+from novainfer.protocol.link import Packet
 from novainfer.protocol.messages import (
     FINISH_CANCELLED,
     FINISH_LENGTH,
     FINISH_STOP,
-    GATEWAY_SCHEMA,
     AddRequest,
     AliasCancelled,
     CancelAlias,
     CancelRequest,
     EngineInfo,
     EngineStats,
+    Heartbeat,
     Hello,
     Logprobs,
     OutputBatch,
     PromptLogprobs,
     RequestRejected,
     TokenOutput,
+    Unlinked,
 )
 from novainfer.transport.addresses import Endpoint
 from novainfer.transport.channel import bind_router
@@ -95,7 +98,6 @@ class ScriptedScheduler:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.epoch = 1
-        self.session = time.monotonic_ns()  # another object is another scheduler process
         self.ready = True
         self.mode = "cpu avx2 cpu/native float32 tp1 exact"
         self.script: Callable[[AddRequest, int], list[int] | None] = lambda request, choice: None
@@ -112,7 +114,7 @@ class ScriptedScheduler:
         self.seconds_since_progress = 0.0
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
-        self._identities: set[bytes] = set()
+        self.links: dict[bytes, GatewayLink] = {}
         self._next_stats = 0.0
         self._stop = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -139,9 +141,8 @@ class ScriptedScheduler:
 
         def forget() -> None:
             self.live.clear()
+            self.links.clear()
             self.epoch += 1
-            self.session += 1
-            self._send_info()
 
         self.run_in_thread(forget)
 
@@ -158,7 +159,7 @@ class ScriptedScheduler:
 
     def send_all(self, message: object) -> None:
         """Send a message to every gateway (from the socket's thread)."""
-        for identity in self._identities:
+        for identity in list(self.links):
             self._send(identity, message)
 
     # -- the thread ---------------------------------------------------------------------------------------------
@@ -182,18 +183,35 @@ class ScriptedScheduler:
         moved = False
         while True:
             try:
-                identity, data = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return moved
             moved = True
-            self._handle(identity, GATEWAY_SCHEMA.decode(data))
+            self._take(identity, Packet.of(frames))
 
-    def _handle(self, identity: bytes, message: object) -> None:
-        self._identities.add(identity)
-        if isinstance(message, Hello):
-            self.hellos.append(message.gateway_id)
+    def _take(self, identity: bytes, packet: Packet) -> None:
+        link = self.links.get(identity)
+        if isinstance(packet.message, Hello) and (link is None or link.link != packet.link):
+            self.hellos.append(packet.message.gateway_id)
+            for request_id in [r for r, live in self.live.items() if live.identity == identity]:
+                del self.live[request_id]
+            link = self.links[identity] = self._new_link(identity, packet)
             self._send_info()
             self._next_stats = 0.0
+        if link is None or link.link != packet.link:
+            self._send_packet(identity, Packet(packet.link, 0, Unlinked(self.epoch)))
+        elif link.is_new(packet, time.monotonic()):
+            self._handle(identity, packet.message)
+
+    def _new_link(self, identity: bytes, packet: Packet) -> GatewayLink:
+        def send(answer: Packet) -> bool:
+            return self._send_packet(identity, answer)
+
+        return GatewayLink(send, gateway_id=self.hellos[-1], link=packet.link, now=time.monotonic())
+
+    def _handle(self, identity: bytes, message: object) -> None:
+        if isinstance(message, Heartbeat):
+            self.links[identity].acknowledge(message.received)
         elif isinstance(message, AddRequest):
             self._add(identity, message)
         elif isinstance(message, CancelRequest):
@@ -299,11 +317,17 @@ class ScriptedScheduler:
 
     def _send_info(self) -> None:
         limits = (self.vocab_size, self.max_model_len, 16, 100, 8)
-        self.send_all(EngineInfo(self.epoch, self.ready, *limits, self.session, self.mode))
+        self.send_all(EngineInfo(self.epoch, self.ready, *limits, self.mode))
 
     def _send(self, identity: bytes, message: object) -> None:
+        if identity in self.links:
+            self.links[identity].say(message)
+
+    def _send_packet(self, identity: bytes, packet: Packet) -> bool:
         try:
-            self._socket.send_multipart([identity, GATEWAY_SCHEMA.encode(message)])
+            self._socket.send_multipart([identity, *packet.frames()])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+            return False
+        return True

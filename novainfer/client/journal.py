@@ -19,12 +19,16 @@ class JournalEntry:
 
     emitted[c]: token ids of choice c so far.   finish_reasons[c]: None while the choice is live.
     accepted_at: seconds on the caller's clock, from which the deadline counts.
+    was_sent: an engine may have accepted it; the next one must not refuse it for want of room.
+    A request that was taken over from another gateway brings tokens along (`AddRequest.emitted`).
     """
 
     def __init__(self, request: AddRequest, *, accepted_at: float = 0.0, epoch: int = 0) -> None:
         self.request = request
         self.epoch = epoch
-        self.emitted: list[list[int]] = [[] for _ in range(request.params.n)]
+        self.was_sent = bool(request.emitted)
+        self.emitted: list[list[int]] = [list(ids) for ids in request.emitted]
+        self.emitted += [[] for _ in range(request.params.n - len(self.emitted))]
         self.finish_reasons: list[str | None] = [None] * request.params.n
         self.num_prompt_logprobs = 0
         self._accepted_at = accepted_at

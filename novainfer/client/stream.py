@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from novainfer.errors import EngineError
+from novainfer.protocol.merge import merge_outputs, merge_prompt_logprobs
 from novainfer.protocol.messages import FINISH_ERROR, PromptLogprobs, TokenOutput
 
 StreamItem = TokenOutput | PromptLogprobs
@@ -105,17 +105,8 @@ class RequestStream:
 
 
 def _merge(items: list[StreamItem]) -> StreamItem:
-    """Consecutive outputs of one choice as one."""
-    if len(items) == 1:
-        return items[0]
+    """What has piled up of one choice, or of one prompt, as one."""
     parts = [item for item in items if isinstance(item, PromptLogprobs)]
     if parts:
-        return replace(parts[0], entries=[entry for part in parts for entry in part.entries])
-    outputs = [item for item in items if isinstance(item, TokenOutput)]
-    return replace(
-        outputs[-1],
-        index=outputs[0].index,
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        logprobs=[entry for output in outputs for entry in output.logprobs],
-        num_cached_tokens=outputs[0].num_cached_tokens,
-    )
+        return merge_prompt_logprobs(parts)
+    return merge_outputs([item for item in items if isinstance(item, TokenOutput)])

@@ -14,34 +14,40 @@ from dataclasses import dataclass
 
 from novainfer.config import ServeConfig
 from novainfer.engine.core import EngineCore
+from novainfer.engine.gateways import GatewayLink
 from novainfer.engine.metrics import collect_stats
-from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
+from novainfer.engine.orphans import Orphans
+from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.executor.base import GroupExecutor
+from novainfer.protocol.link import BEAT_SECONDS, Packet
 from novainfer.protocol.messages import (
     AddRequest,
     AliasCancelled,
     CancelAlias,
     CancelRequest,
+    Claimed,
+    ClaimRequest,
     EngineInfo,
+    Heartbeat,
     Hello,
     OutputBatch,
     PromptLogprobs,
     RequestRejected,
     TokenOutput,
+    Unlinked,
 )
 from novainfer.protocol.supervision import ROLE_SCHEDULER, ChildReady, SchedulerPulse, WorkersFault, WorkersLost
 
 logger = logging.getLogger(__name__)
 
-STATS_INTERVAL = 0.25  # seconds; so often a gateway hears that we live, and the supervisor too
-_SESSIONS_PER_EPOCH = 1 << 32
+GATEWAY_PATIENCE = 15.0  # seconds; a gateway speaks four times a second
 
 
 @dataclass(frozen=True)
 class ReplicaLinks:
-    """Ways out. to_gateway(socket identity, record of GATEWAY_SCHEMA): False if that gateway cannot be reached."""
+    """Ways out. to_gateway(socket identity, packet): False if that gateway cannot be reached."""
 
-    to_gateway: Callable[[bytes, object], bool]
+    to_gateway: Callable[[bytes, Packet], bool]
     to_supervisor: Callable[[object], None]
 
 
@@ -60,10 +66,9 @@ class Replica:
         self._has_workers = False
         self._have_failed = False  # the workers; the supervisor has been told
         self._num_steps = 0  # that ended in this epoch
-        self._gateways: dict[bytes, str] = {}  # socket identity -> gateway id of its current process
-        self._sessions: dict[bytes, int] = {}  # socket identity -> `EngineInfo.session`
-        self._next_session = epoch * _SESSIONS_PER_EPOCH
+        self._gateways: dict[bytes, GatewayLink] = {}  # by socket identity
         self._owner: dict[str, bytes] = {}  # request id -> socket identity of its gateway
+        self._orphans = Orphans(config.server.orphan_grace)
         self._last_progress = now
         self._next_stats = now
 
@@ -78,6 +83,7 @@ class Replica:
         """Do what can be done after messages were handled; True if something moved, so that the next need not wait."""
         moved = self._advance(now)
         self._publish_stats(now)
+        self._drop_gateways(now)
         return moved
 
     def _advance(self, now: float) -> bool:
@@ -139,20 +145,80 @@ class Replica:
 
     # -- messages from gateways -----------------------------------------------------------------------------
 
-    def handle(self, identity: bytes, message: object, now: float) -> None:
-        """Take in one message of the gateway behind this socket identity."""
-        if isinstance(message, Hello):
-            self._greet(identity, message, now)
-        elif isinstance(message, AddRequest):
-            self._add(identity, message, now)
-        elif isinstance(message, CancelRequest):
-            if self._engine is not None and self._owner.get(message.request_id) == identity:
-                self._publish(self._engine.cancel(message.request_id, message.choice), [])
-        elif isinstance(message, CancelAlias):
-            if self._engine is not None:  # else we cannot know: no answer
-                self._send(identity, AliasCancelled(message.query, self._cancel_alias(self._engine, message)))
+    def handle(self, identity: bytes, packet: Packet, now: float) -> None:
+        """Take in one packet of the gateway behind this socket identity."""
+        message, gateway = packet.message, self._gateways.get(identity)
+        if isinstance(message, Hello) and packet.number == 0:
+            self._greet(identity, packet.link, message, now)
+        elif gateway is None or gateway.link != packet.link:
+            self._links.to_gateway(identity, Packet(packet.link, 0, Unlinked(self._epoch)))
         else:
-            logger.warning("dropped a %s: not for the scheduler", type(message).__name__)
+            try:
+                if gateway.is_new(packet, now):
+                    self._obey_gateway(identity, gateway, message, now)
+            except ProtocolError as error:
+                logger.warning("the link to %s has ended: %s", gateway.gateway_id, error)
+                self._unlink(identity)
+                self._links.to_gateway(identity, Packet(packet.link, 0, Unlinked(self._epoch)))
+
+    def _obey_gateway(self, identity: bytes, gateway: GatewayLink, message: object, now: float) -> None:
+        engine = self._engine
+        if isinstance(message, Heartbeat):
+            gateway.acknowledge(message.received)
+        elif engine is None:
+            raise ProtocolError(f"a {type(message).__name__} came before the engine was ready")
+        elif isinstance(message, AddRequest):
+            self._add(engine, identity, message, now)
+        elif isinstance(message, CancelRequest):
+            if self._owner.get(message.request_id) == identity:
+                self._publish(engine.cancel(message.request_id, message.choice), [])
+        elif isinstance(message, CancelAlias):
+            gateway.say(AliasCancelled(message.query, self._cancel_alias(engine, message)))
+        elif isinstance(message, ClaimRequest):
+            gateway.say(Claimed(message.query, self._claim(engine, message, now)))
+        else:
+            raise ProtocolError(f"a gateway does not send {type(message).__name__}")
+
+    def _greet(self, identity: bytes, link: int, hello: Hello, now: float) -> None:
+        """A new link, or the Hello of the one that there is once more."""
+        known = self._gateways.get(identity)
+        if known is not None and known.gateway_id == hello.gateway_id and known.link >= link:
+            if known.link == link:
+                known.say(self._engine_info())
+            return
+        if known is not None:
+            if known.gateway_id == hello.gateway_id:
+                self._unlink(identity)
+            else:
+                self._orphan(identity, now)
+        gateway = GatewayLink(
+            lambda packet: self._links.to_gateway(identity, packet), gateway_id=hello.gateway_id, link=link, now=now
+        )
+        gateway.is_new(Packet(link, 0, hello), now)
+        self._gateways[identity] = gateway
+        gateway.say(self._engine_info())
+        self._next_stats = now
+
+    def _add(self, engine: EngineCore, identity: bytes, message: AddRequest, now: float) -> None:
+        request_id = message.request_id
+        gateway = self._gateways[identity]
+        if self._owner.get(request_id, identity) != identity:
+            gateway.say(RequestRejected(request_id, 400, "This request id is in use."))
+            return
+        if self._orphans.pop(request_id):
+            engine.cancel(request_id)  # its gateway was there all the time, and knows best
+        try:
+            ended = engine.add(message, now)
+        except InvalidRequestError as error:
+            gateway.say(RequestRejected(request_id, 400, error.message, error.param, error.code))
+        except OverloadedError as error:
+            rejected = RequestRejected(
+                request_id, error.status, error.message, code="overloaded", retry_after=error.retry_after
+            )
+            gateway.say(rejected)
+        else:
+            self._owner[request_id] = identity
+            self._publish(ended, [])
 
     def _cancel_alias(self, engine: EngineCore, message: CancelAlias) -> bool:
         request_ids = [
@@ -161,39 +227,47 @@ class Replica:
             if request.message.tenant == message.tenant and message.alias in request.message.aliases
         ]
         for request_id in request_ids:
+            self._orphans.pop(request_id)
             self._publish(engine.cancel(request_id), [])
         return bool(request_ids)
 
-    def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
-        known = self._gateways.get(identity)
-        if known is not None and known != hello.gateway_id:
-            self._cancel_of(identity)  # its predecessor died; nobody reads those streams
-        if known != hello.gateway_id:
-            self._sessions[identity] = self._next_session
-            self._next_session += 1
-        self._gateways[identity] = hello.gateway_id
-        self._send(identity, self._engine_info(identity))
-        self._next_stats = now
+    def _claim(self, engine: EngineCore, message: ClaimRequest, now: float) -> list[AddRequest]:
+        claimed = self._orphans.claim(message.tenant, message.alias, now)
+        for request in claimed:
+            engine.cancel(request.request_id)
+        return claimed
 
-    def _add(self, identity: bytes, message: AddRequest, now: float) -> None:
-        request_id = message.request_id
-        if self._engine is None:
-            return  # it was sent to our predecessor; we shall get it again with the gateway's whole journal
-        if self._owner.get(request_id, identity) != identity:
-            self._send(identity, RequestRejected(request_id, 400, "This request id is in use."))
-            return
-        try:
-            ended = self._engine.add(message, now)
-        except InvalidRequestError as error:
-            self._send(identity, RequestRejected(request_id, 400, error.message, error.param, error.code))
-        except OverloadedError as error:
-            rejected = RequestRejected(
-                request_id, error.status, error.message, code="overloaded", retry_after=error.retry_after
-            )
-            self._send(identity, rejected)
-        else:
-            self._owner[request_id] = identity
-            self._publish(ended, [])
+    # -- gateways go ----------------------------------------------------------------------------------------
+
+    def _drop_gateways(self, now: float) -> None:
+        """Give up those that are gone, and the requests that nobody has claimed in time."""
+        for identity, gateway in list(self._gateways.items()):
+            if not gateway.is_reachable or now - gateway.heard_at > GATEWAY_PATIENCE:
+                logger.warning("gateway %s is gone", gateway.gateway_id)
+                self._orphan(identity, now)
+        for request_id in self._orphans.expired(now):
+            if self._engine is not None:
+                self._engine.cancel(request_id)
+
+    def _orphan(self, identity: bytes, now: float) -> None:
+        """The gateway process is gone: its requests go on for those who may claim them."""
+        del self._gateways[identity]
+        for request_id in self._take_owned(identity):
+            if self._engine is not None:
+                self._orphans.add(self._engine.scheduler.requests[request_id], now)
+
+    def _unlink(self, identity: bytes) -> None:
+        """The link has ended, the gateway has not: it will send what it still wants."""
+        del self._gateways[identity]
+        for request_id in self._take_owned(identity):
+            if self._engine is not None:
+                self._engine.cancel(request_id)
+
+    def _take_owned(self, identity: bytes) -> list[str]:
+        owned = [request_id for request_id, owner in self._owner.items() if owner == identity]
+        for request_id in owned:
+            del self._owner[request_id]
+        return owned
 
     # -- messages to gateways -------------------------------------------------------------------------------
 
@@ -215,45 +289,31 @@ class Replica:
                 self._owner.pop(output.request_id, None)
         step = self._engine.scheduler.step if self._engine is not None else 0
         for identity, (tokens, logprobs) in by_gateway.items():
-            self._send(identity, OutputBatch(self._epoch, step, tokens, logprobs))
+            self._gateways[identity].say(OutputBatch(self._epoch, step, tokens, logprobs))
 
     def _publish_stats(self, now: float) -> None:
         if now < self._next_stats:
             return
-        self._next_stats = now + STATS_INTERVAL
+        self._next_stats = now + BEAT_SECONDS
         self._links.to_supervisor(SchedulerPulse(self._number, self._epoch, self._num_steps))
         if self._engine is None:
+            self._inform_gateways()
             return
         stats = collect_stats(self._engine.scheduler, self._epoch, now - self._last_progress)
-        for identity in list(self._gateways):
-            self._send(identity, stats)
-
-    def _send(self, identity: bytes, message: object) -> None:
-        if not self._links.to_gateway(identity, message):
-            logger.warning("gateway %r is gone: its requests are cancelled", self._gateways.get(identity))
-            self._gateways.pop(identity, None)
-            self._cancel_of(identity)
-
-    def _cancel_of(self, identity: bytes) -> None:
-        """End the requests of a gateway that cannot hear it."""
-        for request_id in [r for r, owner in self._owner.items() if owner == identity]:
-            del self._owner[request_id]
-            if self._engine is not None:
-                self._engine.cancel(request_id)
+        for gateway in self._gateways.values():
+            gateway.say(stats)
 
     def _inform_gateways(self) -> None:
-        for identity in list(self._gateways):
-            self._send(identity, self._engine_info(identity))
+        for gateway in self._gateways.values():
+            gateway.say(self._engine_info())
 
-    def _engine_info(self, identity: bytes) -> EngineInfo:
-        session = self._sessions[identity]
+    def _engine_info(self) -> EngineInfo:
         if not self._has_workers:
-            return EngineInfo(epoch=self._epoch, ready=False, session=session)
+            return EngineInfo(epoch=self._epoch, ready=False)
         info = self._executor.info
         return EngineInfo(
             epoch=self._epoch,
             ready=True,
-            session=session,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             block_size=info.block_size,

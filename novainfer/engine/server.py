@@ -17,10 +17,10 @@ import zmq
 from setproctitle import setproctitle
 
 from novainfer.config import ServeConfig
-from novainfer.engine.replica import STATS_INTERVAL, Replica, ReplicaLinks
+from novainfer.engine.replica import Replica, ReplicaLinks
 from novainfer.errors import ConfigError, ProtocolError
 from novainfer.executor.zmq_executor import ZmqExecutor
-from novainfer.protocol.messages import GATEWAY_SCHEMA
+from novainfer.protocol.link import BEAT_SECONDS, Packet
 from novainfer.protocol.supervision import FIRST_EPOCH, ORDERS_SCHEMA, ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildStarted
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import bind_pull, bind_router, connect_push
@@ -66,7 +66,7 @@ class SchedulerServer:
         busy = False
         try:
             while not self._stopping:
-                self._receive(0.0 if busy else STATS_INTERVAL)
+                self._receive(0.0 if busy else BEAT_SECONDS)
                 busy = self._replica.turn(time.monotonic())
         finally:
             self._executor.close()
@@ -82,16 +82,16 @@ class SchedulerServer:
         if self._gateway_socket in ready:
             for _ in range(_MAX_MESSAGES_PER_TURN):
                 try:
-                    identity, data = self._gateway_socket.recv_multipart(zmq.NOBLOCK)
-                    self._replica.handle(identity, GATEWAY_SCHEMA.decode(data), time.monotonic())
+                    identity, *frames = self._gateway_socket.recv_multipart(zmq.NOBLOCK)
+                    self._replica.handle(identity, Packet.of(frames), time.monotonic())
                 except zmq.Again:
                     return
-                except (ValueError, ProtocolError) as error:
+                except ProtocolError as error:
                     logger.warning("dropped what is not a gateway's message: %s", error)
 
-    def _send(self, identity: bytes, message: object) -> bool:
+    def _send(self, identity: bytes, packet: Packet) -> bool:
         try:
-            self._gateway_socket.send_multipart([identity, GATEWAY_SCHEMA.encode(message)])
+            self._gateway_socket.send_multipart([identity, *packet.frames()])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -1,8 +1,9 @@
 """What gateways and a scheduler say to each other. One record per fact; see `codec` for the wire form.
 
-Gateway -> scheduler: Hello, AddRequest, CancelRequest, CancelAlias.   Scheduler -> gateway: EngineInfo, OutputBatch,
-RequestRejected, EngineStats, AliasCancelled.   Every token carries (epoch, request_id, choice, index): a consumer drops
-older epochs and indexes that it has, and treats a gap as a fault.
+Gateway -> scheduler: Hello, Heartbeat, AddRequest, CancelRequest, CancelAlias, ClaimRequest.   Scheduler -> gateway:
+EngineInfo, OutputBatch, RequestRejected, EngineStats, AliasCancelled, Claimed, Unlinked.   They travel as numbered
+packets (see `link`). Every token carries (epoch, request_id, choice, index): a consumer drops older epochs and indexes
+that it has, and treats a gap as a fault.
 """
 
 from __future__ import annotations
@@ -20,9 +21,16 @@ FINISH_ERROR = "error"
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a gateway, answered by EngineInfo (now, and again whenever it changes)."""
+    """Opens a link; answered by EngineInfo, now and again whenever it changes. `gateway_id`: of one gateway process."""
 
     gateway_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A gateway lives, and has taken the packets below this number."""
+
+    received: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ class AddRequest:
     deadline: float = 0.0  # seconds from acceptance, 0 = none
     emitted: list[list[int]] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)  # what else its tenant knows it by, at every gateway
+    answer: str = ""  # how the gateway writes the answer, for a gateway that takes the request over
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +73,24 @@ class CancelAlias:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """The engine as the workers report it; `ready` is False while ranks are missing.
+class ClaimRequest:
+    """Hand over the tenant's requests with this alias whose gateway is gone; answered by Claimed."""
 
-    session: another number whenever the scheduler knows nothing (any more) of this gateway's requests, which must then
-    be sent again.
-    """
+    query: int
+    tenant: str
+    alias: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unlinked:
+    """The packet's link is not, or no longer, known to the scheduler of this epoch, nor are any requests of it."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The engine as the workers report it; `ready` is False while ranks are missing."""
 
     epoch: int
     ready: bool
@@ -78,7 +99,6 @@ class EngineInfo:
     block_size: int = 0  # tokens
     num_blocks: int = 0
     max_num_seqs: int = 0
-    session: int = 0
     mode: str = ""  # see `novainfer.mode`
 
 
@@ -148,8 +168,19 @@ class AliasCancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Claimed:
+    """The answer to the gateway's ClaimRequest with the same `query`.
+
+    The scheduler has forgotten them: they go on when they are sent to it again. `emitted` holds their tokens so far.
+    """
+
+    query: int
+    requests: list[AddRequest]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges and running totals of one scheduler, sent about once a second and on Hello.
+    """Gauges and running totals of one scheduler, sent several times a second and on Hello.
 
     `step` moving, or `num_running == num_waiting == 0`, is what health means.
     """
@@ -176,10 +207,14 @@ GATEWAY_SCHEMA = Schema(
         2: AddRequest,
         3: CancelRequest,
         4: CancelAlias,
+        5: Heartbeat,
+        6: ClaimRequest,
         16: EngineInfo,
         17: OutputBatch,
         18: RequestRejected,
         19: EngineStats,
         20: AliasCancelled,
+        21: Claimed,
+        22: Unlinked,
     },
 )

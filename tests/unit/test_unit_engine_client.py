@@ -233,8 +233,7 @@ def test_given_a_scheduler_that_gave_the_gateway_up_when_it_hears_it_again_then_
     async def body(client: EngineClient) -> None:
         def give_up() -> None:
             scheduler.live.clear()
-            scheduler.session += 1
-            scheduler._send_info()
+            scheduler.links.clear()
 
         scheduler.tokens_before_pause = 3
         stream = client.submit(request())
@@ -268,7 +267,7 @@ def test_given_an_old_epoch_or_a_gap_when_it_speaks_then_only_the_gap_ends_the_r
 
 def test_given_bytes_of_no_message_when_received_then_streams_go_on(scheduler: ScriptedScheduler) -> None:
     async def body(client: EngineClient) -> None:
-        identity = next(iter(scheduler._identities))
+        identity = next(iter(scheduler.links))
         scheduler.run_in_thread(lambda: scheduler._socket.send_multipart([identity, b"\xc1junk"]))
         assert len((await read(client.submit(request())))[("r", 0)]) == 8
         assert client.num_protocol_errors == 1
@@ -279,8 +278,7 @@ def test_given_bytes_of_no_message_when_received_then_streams_go_on(scheduler: S
 def test_given_a_scheduler_that_stays_gone_when_streams_are_live_then_they_end_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "SILENCE_BEFORE_UNREADY", 0.5)
-    monkeypatch.setattr(engine_client, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_client, "BEAT_SECONDS", 0.05)
     scripted = ScriptedScheduler(Endpoint(f"ipc://{tmp_path}/s"), vocab_size=VOCAB)
     scripted.tokens_before_pause = 1
 
@@ -298,8 +296,7 @@ def test_given_a_scheduler_that_stays_gone_when_streams_are_live_then_they_end_w
 def test_given_a_new_scheduler_at_the_same_address_when_it_comes_then_it_is_greeted_and_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "SILENCE_BEFORE_HELLO", 0.1)
-    monkeypatch.setattr(engine_client, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_client, "BEAT_SECONDS", 0.05)
     endpoint = Endpoint(f"ipc://{tmp_path}/s")
     first = ScriptedScheduler(endpoint, vocab_size=VOCAB)
     first.tokens_before_pause = 3
@@ -313,7 +310,7 @@ def test_given_a_new_scheduler_at_the_same_address_when_it_comes_then_it_is_gree
         later.append(second)
 
     async def body(client: EngineClient) -> None:
-        client._lost_timeout = 30.0
+        client._session._lost_timeout = 30.0
         wanted = request()
         stream = client.submit(wanted)
         await in_thread(replace_scheduler)

@@ -1,0 +1,277 @@
+"""The gateway's side of its talk with one scheduler, as a pure machine: journal, streams, messages; no I/O, no clock.
+
+Workers that are being replaced show as an `EngineInfo` that is not ready: the streams wait, the scheduler has all it
+needs. A scheduler that knows nothing of us, or a packet that was lost, ends the link: in the next one every live
+request is sent again with the tokens it has, and goes on. Nothing is promised for an engine that stays silent for
+minutes: its requests end with an error. Times are seconds on the caller's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from novainfer.client.journal import Journal, JournalEntry
+from novainfer.client.stream import StreamItem
+from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
+from novainfer.protocol.link import Inbox, Packet
+from novainfer.protocol.messages import (
+    FINISH_CANCELLED,
+    AddRequest,
+    AliasCancelled,
+    CancelAlias,
+    CancelRequest,
+    Claimed,
+    ClaimRequest,
+    EngineInfo,
+    EngineStats,
+    Heartbeat,
+    Hello,
+    OutputBatch,
+    PromptLogprobs,
+    RequestRejected,
+    TokenOutput,
+    Unlinked,
+)
+
+log = logging.getLogger(__name__)
+
+SILENCE_BEFORE_UNREADY = 2.0  # seconds; stats come four times a second
+_BEAT_EVERY = 512  # packets, in a burst: the scheduler waits for word of what was taken
+
+
+Answer = AliasCancelled | Claimed
+
+
+class Sink(Protocol):
+    """Where a request's outputs go."""
+
+    def push(self, item: StreamItem) -> None:
+        """One more output."""
+        ...
+
+    def end(self, request_id: str, error: Exception | None = None) -> None:
+        """The last word on a request."""
+        ...
+
+
+class GatewaySession:
+    """One scheduler, as seen from one gateway process.
+
+    send: one packet to the scheduler.   answered: called with each answer to `ask`.
+    first_link: no other process may use this number or the next few million ones.
+    lost_timeout: seconds of silence after which live requests end with an error.
+    `info` and `stats` are the last that came, None before; `limits` is the last info of an engine that was ready.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Packet], None],
+        answered: Callable[[Answer], None],
+        *,
+        gateway_id: str,
+        first_link: int,
+        lost_timeout: float,
+        now: float,
+    ) -> None:
+        self.info: EngineInfo | None = None
+        self.limits: EngineInfo | None = None
+        self.stats: EngineStats | None = None
+        self.num_protocol_errors = 0
+        self.heard_at = now
+        self.stats_at = now
+        self._send_packet = send
+        self._answered = answered
+        self._gateway_id = gateway_id
+        self._lost_timeout = lost_timeout
+        self._journal = Journal()
+        self._sinks: dict[str, Sink] = {}
+        self._link = first_link - 1
+        self.num_links = 0
+        self._new_link()
+
+    def is_ready(self, now: float) -> bool:
+        """The engine has loaded, takes requests, and was heard from lately."""
+        return self.info is not None and self.info.ready and now - self.heard_at < SILENCE_BEFORE_UNREADY
+
+    def accepts(self, now: float) -> bool:
+        """Requests may be submitted: also while the engine recovers, when they wait with the others."""
+        return self.limits is not None and now - self.heard_at < self._lost_timeout
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._journal)
+
+    # -- the link -----------------------------------------------------------------------------------------------
+
+    def _new_link(self) -> None:
+        self._link += 1
+        self.num_links += 1
+        self._inbox = Inbox()
+        self._num_sent = 1  # the Hello
+        self._is_open = False  # the engine was told of the journal
+
+    def _say_hello(self) -> None:
+        self._send_packet(Packet(self._link, 0, Hello(self._gateway_id)))
+
+    def _open_link(self) -> None:
+        self._new_link()
+        self._say_hello()
+
+    def _send(self, message: object) -> None:
+        self._send_packet(Packet(self._link, self._num_sent, message))
+        self._num_sent += 1
+
+    def beat(self, now: float) -> None:
+        """To be called every `BEAT_SECONDS`: tells that we live, and what was taken; gives a lost scheduler up."""
+        if self._inbox.num_taken:
+            self._send(Heartbeat(self._inbox.num_taken))
+        else:
+            self._say_hello()
+        if now - self.heard_at > self._lost_timeout and self.num_live:
+            self.fail_all(EngineError("The engine cannot be reached."), tell_engine=True)
+
+    def take(self, packet: Packet, now: float) -> None:
+        """Handle a packet that has arrived. Raises `ProtocolError` for a record that no scheduler sends."""
+        self.heard_at = now
+        if packet.link != self._link:
+            return
+        if isinstance(packet.message, Unlinked):
+            self._open_link()
+            return
+        try:
+            is_new = self._inbox.is_new(packet.number)
+        except ProtocolError as error:
+            log.warning("a new link to the scheduler: %s", error)
+            self._open_link()
+            return
+        if is_new:
+            if self._inbox.num_taken % _BEAT_EVERY == 0:
+                self._send(Heartbeat(self._inbox.num_taken))
+            self._handle(packet.message, now)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[AddRequest], sink: Sink, now: float) -> None:
+        """Enter requests in the journal and send them; what becomes of them goes to `sink`.
+
+        Raises `OverloadedError` before the engine is ready for the first time, or when it is lost.
+        """
+        if not self.accepts(now) or self.info is None:
+            raise OverloadedError("The engine is not ready.", retry_after=2.0)
+        for request in requests:
+            entry = JournalEntry(request, accepted_at=now, epoch=self.info.epoch)
+            self._journal.add(entry)
+            self._sinks[request.request_id] = sink
+            if self._is_open:
+                self._send_entry(entry, now)
+
+    def cancel(self, request_id: str, choice: int = -1) -> None:
+        """End a request, or one choice of it, here and in the engine. No output of it follows but the end."""
+        entry = self._journal.get(request_id)
+        if entry is None:
+            return
+        live = [c for c, reason in enumerate(entry.finish_reasons) if reason is None and choice in (-1, c)]
+        if not live:
+            return
+        entry.cancel(choice)
+        self._tell(CancelRequest(request_id, -1 if entry.finished else choice))
+        for c in live:
+            index = len(entry.emitted[c])
+            self._sinks[request_id].push(TokenOutput(request_id, c, index, [], FINISH_CANCELLED))
+        if entry.finished:
+            self._end(request_id)
+
+    def fail_all(self, error: Exception, *, tell_engine: bool = False) -> None:
+        """End every live request with `error`."""
+        for entry in self._journal:
+            if tell_engine:
+                self._tell(CancelRequest(entry.request.request_id))
+            self._end(entry.request.request_id, error)
+
+    def ask(self, question: CancelAlias | ClaimRequest) -> None:
+        """Send a question; the answer may get lost like any message."""
+        self._tell(question)
+
+    def _tell(self, message: object) -> None:
+        """Send what is of no use to an engine that does not know our requests."""
+        if self._is_open:
+            self._send(message)
+
+    def _end(self, request_id: str, error: Exception | None = None) -> None:
+        """The one place where a request leaves the journal."""
+        if self._journal.remove(request_id) is not None:
+            self._sinks.pop(request_id).end(request_id, error)
+
+    # -- what the scheduler says --------------------------------------------------------------------------------
+
+    def _handle(self, message: object, now: float) -> None:
+        if isinstance(message, OutputBatch):
+            self._handle_batch(message)
+        elif isinstance(message, EngineInfo):
+            self._handle_info(message, now)
+        elif isinstance(message, EngineStats):
+            self.stats, self.stats_at = message, now
+        elif isinstance(message, RequestRejected):
+            self._end(message.request_id, _refusal(message))
+        elif isinstance(message, AliasCancelled | Claimed):
+            self._answered(message)
+        else:
+            raise ProtocolError(f"a scheduler does not send {type(message).__name__}")
+
+    def _handle_batch(self, batch: OutputBatch) -> None:
+        if self.info is not None and batch.epoch < self.info.epoch:
+            return  # from an engine that was replaced
+        outputs: list[StreamItem] = [*batch.prompt_logprobs, *batch.outputs]
+        for output in outputs:
+            entry = self._journal.get(output.request_id)
+            if entry is None:
+                continue
+            try:
+                self._dispatch(entry, output, batch.epoch)
+            except ProtocolError as error:
+                self.num_protocol_errors += 1
+                log.error("request ended by a fault in its stream: %s", error)
+                self._tell(CancelRequest(output.request_id))
+                self._end(output.request_id, EngineError("The engine's stream of tokens broke."))
+
+    def _dispatch(self, entry: JournalEntry, output: StreamItem, epoch: int) -> None:
+        fresh: StreamItem | None
+        if isinstance(output, PromptLogprobs):
+            fresh = entry.accept_prompt_logprobs(output, epoch)
+        else:
+            fresh = entry.accept(output, epoch)
+        if fresh is None:
+            return
+        self._sinks[output.request_id].push(fresh)
+        if entry.finished:
+            self._end(output.request_id)
+
+    def _handle_info(self, info: EngineInfo, now: float) -> None:
+        if self.info is not None and info.epoch < self.info.epoch:
+            return
+        self.info = info
+        if not info.ready:
+            return
+        self.limits = info
+        if not self._is_open:
+            self._is_open = True
+            for entry in self._journal:
+                self._send_entry(entry, now)
+
+    def _send_entry(self, entry: JournalEntry, now: float) -> None:
+        """A live request as it stands, to an engine that does not know it."""
+        self._send(entry.resume_request(now=now) if entry.was_sent else entry.request)
+        entry.was_sent = True
+        for choice in entry.finished_choices:
+            self._send(CancelRequest(entry.request.request_id, choice))
+
+
+def _refusal(message: RequestRejected) -> Exception:
+    if message.status in (429, 503):
+        return OverloadedError(message.message, retry_after=message.retry_after or 1.0, status=message.status)
+    if 400 <= message.status < 500:
+        return InvalidRequestError(message.message, param=message.param, code=message.code)
+    return EngineError(message.message)

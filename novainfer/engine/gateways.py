@@ -1,0 +1,96 @@
+"""The scheduler's ends of its links to the gateways: numbers, credit, and what waits for credit. Pure; no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from novainfer.errors import ProtocolError
+from novainfer.protocol.link import WINDOW, Inbox, Packet
+from novainfer.protocol.merge import merge_outputs
+from novainfer.protocol.messages import EngineInfo, EngineStats, OutputBatch, PromptLogprobs, TokenOutput
+
+
+class GatewayLink:
+    """One link to one gateway process.
+
+    send: one packet to it; False if it cannot be reached.   heard_at: seconds on the caller's clock.
+    """
+
+    def __init__(self, send: Callable[[Packet], bool], *, gateway_id: str, link: int, now: float) -> None:
+        self.gateway_id = gateway_id
+        self.link = link
+        self.heard_at = now
+        self.is_reachable = True
+        self._send_packet = send
+        self._inbox = Inbox()
+        self._num_sent = 0
+        self._num_acknowledged = 0
+        self._held = _Held()
+
+    def is_new(self, packet: Packet, now: float) -> bool:
+        """Whether to handle it. Raises `ProtocolError` if one before it was lost: the link is of no use then."""
+        self.heard_at = now
+        return self._inbox.is_new(packet.number)
+
+    def acknowledge(self, num_received: int) -> None:
+        """The gateway has taken so many packets. Raises `ProtocolError` if there were not so many."""
+        if num_received > self._num_sent:
+            raise ProtocolError(f"{num_received} packets were taken of {self._num_sent}")
+        self._num_acknowledged = max(self._num_acknowledged, num_received)
+        if self._has_credit:
+            held, self._held = self._held, _Held()
+            for message in held.messages():
+                self._send(message)
+
+    def say(self, message: object) -> None:
+        """Send now, or when there is credit again."""
+        if self._has_credit:
+            self._send(message)
+        else:
+            self._held.put(message)
+
+    @property
+    def _has_credit(self) -> bool:
+        return self._num_sent - self._num_acknowledged < WINDOW
+
+    def _send(self, message: object) -> None:
+        self.is_reachable = self._send_packet(Packet(self.link, self._num_sent, message)) and self.is_reachable
+        self._num_sent += 1
+
+
+class _Held:
+    """What a gateway shall hear when it has caught up: of figures the last, of outputs all, as one batch."""
+
+    def __init__(self) -> None:
+        self._info: EngineInfo | None = None
+        self._stats: EngineStats | None = None
+        self._batch: OutputBatch | None = None
+        self._outputs: dict[tuple[str, int], list[TokenOutput]] = {}
+        self._prompt_logprobs: list[PromptLogprobs] = []
+        self._others: list[object] = []
+
+    def put(self, message: object) -> None:
+        if isinstance(message, EngineInfo):
+            self._info = message
+        elif isinstance(message, EngineStats):
+            self._stats = message
+        elif isinstance(message, OutputBatch):
+            self._batch = message
+            self._prompt_logprobs += message.prompt_logprobs
+            for output in message.outputs:
+                self._outputs.setdefault((output.request_id, output.choice), []).append(output)
+        else:
+            self._others.append(message)
+
+    def messages(self) -> list[object]:
+        """All of it, in the order in which it is to be sent."""
+        messages = [*self._others]
+        if self._info is not None:
+            messages.append(self._info)
+        if self._batch is not None:
+            outputs = [merge_outputs(parts) for parts in self._outputs.values()]
+            messages.append(replace(self._batch, outputs=outputs, prompt_logprobs=self._prompt_logprobs))
+        if self._stats is not None:
+            messages.append(self._stats)
+        return messages
