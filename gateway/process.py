@@ -31,6 +31,7 @@ from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig, ServerConfig
 from novainfer.errors import ConfigError, EngineError
 from novainfer.protocol.supervision import (
+    FIRST_EPOCH,
     GIVE_UP_SIGNAL,
     ROLE_GATEWAY,
     SUPERVISOR_SCHEMA,
@@ -163,8 +164,9 @@ def bind_http(config: ServerConfig, *, port: int | None = None) -> socket.socket
 class Reporter:
     """Tells the supervisor."""
 
-    def __init__(self, run_dir: RunDir, index: int) -> None:
+    def __init__(self, run_dir: RunDir, index: int, epoch: int) -> None:
         self.index = index
+        self.epoch = epoch
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = connect_push(self._context, run_dir.supervisor())
 
@@ -180,7 +182,8 @@ class Reporter:
 
 
 async def _serve(server: GatewayServer, service: GatewayService, listener: socket.socket, report: Reporter) -> None:
-    report.send(ChildStarted(ROLE_GATEWAY, report.index, os.getpid(), listener.getsockname()[1]))
+    port = listener.getsockname()[1]
+    report.send(ChildStarted(ROLE_GATEWAY, report.index, os.getpid(), port, report.epoch))
     ready = asyncio.ensure_future(_report_ready(service, report))
     try:
         await server.serve([listener])
@@ -190,7 +193,7 @@ async def _serve(server: GatewayServer, service: GatewayService, listener: socke
 
 async def _report_ready(service: GatewayService, report: Reporter) -> None:
     await service.client.wait_ready()
-    report.send(ChildReady(ROLE_GATEWAY, report.index))
+    report.send(ChildReady(ROLE_GATEWAY, report.index, report.epoch))
 
 
 def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> None:
@@ -222,6 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gateway", description="HTTP gateway process of NovaInfer.")
     parser.add_argument("--run-dir", required=True, help="directory with config.json and the sockets")
     parser.add_argument("--index", type=int, default=0, help="number of this gateway")
+    parser.add_argument("--epoch", type=int, default=FIRST_EPOCH, help="how many times this gateway was started")
     parser.add_argument("--port", type=int, help="HTTP port in place of the configured one")
     options = parser.parse_args(argv)
     die_with_parent()
@@ -230,11 +234,11 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes it: nothing to drain yet
     _raise_file_limit()
     run_dir = RunDir.create(options.run_dir)
-    report = Reporter(run_dir, options.index)
+    report = Reporter(run_dir, options.index, options.epoch)
     try:
         _run(run_dir, options.index, options.port, report)
     except ConfigError as error:
-        report.send(ChildFault(ROLE_GATEWAY, options.index, 0, str(error)))
+        report.send(ChildFault(ROLE_GATEWAY, options.index, options.epoch, str(error)))
         print(f"gateway {options.index}: {error}", file=sys.stderr)
         return 2
     finally:

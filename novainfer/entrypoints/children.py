@@ -40,7 +40,7 @@ class Phase(enum.IntEnum):
 class ChildState:
     """What the supervisor knows of one process. `process` is None for a worker rank, which Ray owns.
 
-    epoch: the one in which it was started, for the scheduler the one it works in.
+    epoch: the one in which it was started, for the scheduler the one it works in. A gateway counts its own starts.
     """
 
     role: str
@@ -77,6 +77,11 @@ class ChildTable:
         """All of one role are replaced by processes of this epoch, which have not been started."""
         for child in self.of(role):
             self.children[role, child.index] = ChildState(role, child.index, epoch)
+
+    def renew_gateway(self, index: int) -> None:
+        """One gateway is replaced by one that has not been started, at the same port."""
+        old = self.children[ROLE_GATEWAY, index]
+        self.children[ROLE_GATEWAY, index] = ChildState(ROLE_GATEWAY, index, old.epoch + 1, port=old.port)
 
     def find(self, role: str, index: int, epoch: int) -> ChildState | None:
         """The child that a report comes from; None if it has been replaced. Raises KeyError for an unknown one."""

@@ -15,7 +15,7 @@ from novainfer.transport.addresses import RunDir
 class Launch:
     """Makes what the supervisor runs; tests put small scripts here."""
 
-    gateway: Callable[[int], Sequence[str]]  # index -> command
+    gateway: Callable[[int, int, int], Sequence[str]]  # index, its epoch, port or 0 -> command
     scheduler: Callable[[int, int], Sequence[str]]  # its epoch, that of the worker group -> command
     workers: Callable[[], WorkerGroup]  # not started; called in its own thread
 
@@ -32,8 +32,12 @@ def standard_launch(config: ServeConfig, run_dir: RunDir) -> Launch:
     def scheduler(epoch: int, group: int) -> list[str]:
         return python_module("novainfer.engine.server", *where, "--epoch", str(epoch), "--group", str(group))
 
+    def gateway(index: int, epoch: int, port: int) -> list[str]:
+        again = ("--port", str(port)) if port else ()
+        return python_module("gateway.process", *where, "--index", str(index), "--epoch", str(epoch), *again)
+
     return Launch(
-        gateway=lambda index: python_module("gateway.process", *where, "--index", str(index)),
+        gateway=gateway,
         scheduler=scheduler,
         workers=ray_workers,
     )

@@ -1,8 +1,8 @@
 """The supervisor: starts every process of a server, watches and replaces them, ends them in order. Knows no request.
 
 Start is in two phases: every process reports that it runs (`ChildStarted`), then that it can serve (`ChildReady`).
-Once all have served, a worker group or scheduler that dies or hangs is replaced, and the epoch raised each time. A
-death before that, of a gateway, or again and again, stops all.
+Once all have served, a worker group or scheduler that dies or hangs is replaced, and the epoch raised each time; a
+gateway that dies is started again. A death before that, or again and again, stops all.
 Stop: gateways first (they drain), then the scheduler, then the workers.
 """
 
@@ -30,7 +30,7 @@ from novainfer.entrypoints.launch import Launch, standard_launch
 from novainfer.entrypoints.notify import notify
 from novainfer.entrypoints.progress import StartProgress
 from novainfer.entrypoints.ranks import dead_ranks, hold_rank, kill_ranks
-from novainfer.entrypoints.restarts import Restarts
+from novainfer.entrypoints.replacements import Replacements
 from novainfer.entrypoints.vitals import felt, forgive, hang, heard
 from novainfer.entrypoints.wakeups import Wakeups
 from novainfer.entrypoints.worker_thread import WorkerThread
@@ -77,10 +77,7 @@ class Supervisor:
         )
         self._wakeups = Wakeups(run_dir)
         self._workers = WorkerThread(launch.workers, self._wakeups.nudge)
-        self._restarts = Restarts()
-        self._ready_by = float("inf")  # when what is being replaced must be ready
-        self._lost_at = 0.0  # when the first part was lost of those that are being replaced
-        self._scheduler_due: float | None = None  # when the next one is to be started
+        self._replacements = Replacements(config.server.start_timeout, time.monotonic())
         self._last_turn = float("inf")
         self._progress = StartProgress()
         self._began = time.monotonic()
@@ -88,7 +85,6 @@ class Supervisor:
         self._stop_signals = 0  # SIGTERM, SIGINT or SIGHUP so far; the second ends the patience
         self._is_stopping = False
         self._phase = Phase.SPAWNED  # what all children have once reached
-        self._is_recovering = False
 
     def __enter__(self) -> Supervisor:
         self._wakeups.__enter__()
@@ -116,13 +112,15 @@ class Supervisor:
         self._workers.start(self.epoch)
         self._spawn_scheduler()
         for child in self.table.of(ROLE_GATEWAY):
-            spawn(child, self._launch.gateway(child.index), child_environment(os.environ))
-        self._ready_by = self._began + self._config.server.start_timeout
+            self._spawn_gateway(child)
 
     def _spawn_scheduler(self) -> None:
-        self._scheduler_due = None
         command = self._launch.scheduler(self.epoch, self._worker_epoch)
         spawn(self._scheduler, command, child_environment(os.environ))
+
+    def _spawn_gateway(self, child: ChildState) -> None:
+        command = self._launch.gateway(child.index, child.epoch, child.port)
+        spawn(child, command, child_environment(os.environ))
 
     @property
     def _scheduler(self) -> ChildState:
@@ -139,11 +137,22 @@ class Supervisor:
             self._turn(_TICK)
             self._find_hang()
             now = time.monotonic()
-            if self._scheduler_due is not None and now >= self._scheduler_due:
-                self._spawn_scheduler()
-            if now >= self._ready_by and self.table.behind(Phase.READY):
-                late = ", ".join(child.name for child in self.table.behind(Phase.READY))
-                self._lose_workers(f"not ready after {self._config.server.start_timeout:g} s; still waiting for {late}")
+            for role, index in self._replacements.take_due(now):
+                if role == ROLE_SCHEDULER:
+                    self._spawn_scheduler()
+                else:
+                    self._spawn_gateway(self.table.children[role, index])
+            if now >= self._replacements.ready_by and self.table.behind(Phase.READY):
+                self._give_up_late()
+
+    def _give_up_late(self) -> None:
+        late = self.table.behind(Phase.READY)
+        names = ", ".join(child.name for child in late)
+        words = f"not ready after {self._config.server.start_timeout:g} s; still waiting for {names}"
+        if all(child.role == ROLE_GATEWAY for child in late):
+            self._fail(words)
+        else:
+            self._lose_workers(words)
 
     def _advance_phase(self) -> None:
         if self._phase == Phase.SPAWNED and not self.table.behind(Phase.STARTED):
@@ -153,10 +162,10 @@ class Supervisor:
             self._phase = Phase.READY
             self._announce()
             self._workers.prepare()
-        if self._is_recovering and not self.table.behind(Phase.READY):
-            self._is_recovering = False
-            self._restarts.serves(time.monotonic())
-            logger.info("serving again after %.2f s (epoch %d)", time.monotonic() - self._lost_at, self.epoch)
+        if self._replacements.is_going_on and not self.table.behind(Phase.READY):
+            logger.info(
+                "serving again after %.2f s (epoch %d)", self._replacements.all_ready(time.monotonic()), self.epoch
+            )
             self._workers.prepare()
 
     def _announce(self) -> None:
@@ -211,7 +220,7 @@ class Supervisor:
                 if self.table.find(ROLE_SCHEDULER, report.replica, report.epoch) is not None:
                     heard(self._scheduler, time.monotonic())
                     if report.num_steps:
-                        self._restarts.step_ended()
+                        self._replacements.step_ended()
             elif isinstance(report, WorkersFault):
                 if self.table.find(ROLE_SCHEDULER, report.replica, report.epoch) is not None:
                     self._lose_workers(f"workers: {report.message}")
@@ -252,7 +261,7 @@ class Supervisor:
             if child.role == ROLE_SCHEDULER:
                 self._lose_scheduler(exit_words(child))
             else:
-                self._fail(exit_words(child))
+                self._lose_gateway(child, exit_words(child))
         elif child.process is not None and child.process.returncode != 0:
             logger.warning("%s", exit_words(child))
 
@@ -309,20 +318,30 @@ class Supervisor:
         delay = self._begin_recovery(words)
         if delay is not None:
             self.table.renew(ROLE_SCHEDULER, self.epoch)
-            self._scheduler_due = time.monotonic() + delay
+            self._replacements.schedule(ROLE_SCHEDULER, 0, time.monotonic() + delay)
+
+    def _lose_gateway(self, child: ChildState, words: str) -> None:
+        """A gateway is dead, its connections with it: start another one. Nothing else is concerned."""
+        if self._phase < Phase.READY:
+            self._fail(words)
+            return
+        logger.error("%s", words)
+        now = time.monotonic()
+        delay = self._replacements.gateway_died(now)
+        if delay is None:
+            self._fail(f"given up: gateways die again and again ({words})")
+            return
+        self.table.renew_gateway(child.index)
+        self._replacements.schedule(ROLE_GATEWAY, child.index, now + delay)
 
     def _begin_recovery(self, words: str) -> float | None:
         """Raise the epoch; seconds until the replacement may start, None if that was once too often."""
         logger.error("%s", words)
-        now = time.monotonic()
-        delay = self._restarts.delay(now)
+        delay = self._replacements.engine_died(time.monotonic())
         if delay is None:
             self._fail(f"given up: nothing worked between one death and the next, again and again ({words})")
             return None
         self.epoch += 1
-        if not self._is_recovering:
-            self._is_recovering, self._lost_at = True, now
-        self._ready_by = now + delay + self._config.server.start_timeout
         return delay
 
     def _forget_file(self, rank: ChildState) -> None:

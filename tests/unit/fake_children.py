@@ -95,7 +95,7 @@ def run_server(options: argparse.Namespace) -> int:
             return [sys.executable, __file__, "child", *place, "--behave", what]
 
         launch = Launch(
-            gateway=lambda index: child("gateway", index),
+            gateway=lambda index, epoch, port: [*child("gateway", index), "--epoch", str(epoch)],
             scheduler=lambda epoch, group: [*child("scheduler", 0), "--epoch", str(epoch), "--group", str(group)],
             workers=lambda: FakeWorkers(run_dir, log, behaviour.get("worker", "normal"), 2),
         )

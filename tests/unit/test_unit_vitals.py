@@ -6,7 +6,8 @@ import pytest
 
 from novainfer.config import ServerConfig
 from novainfer.entrypoints.children import ChildState, Phase
-from novainfer.entrypoints.restarts import STABLE_SECONDS, Restarts
+from novainfer.entrypoints.replacements import Replacements
+from novainfer.entrypoints.restarts import DELAYS, STABLE_SECONDS, Restarts
 from novainfer.entrypoints.vitals import felt, forgive, hang, heard
 from novainfer.protocol.supervision import RankPulse
 
@@ -92,3 +93,25 @@ def test_given_deaths_when_the_engine_works_in_between_then_they_are_forgotten(s
         restarts.serves(1000.0 - STABLE_SECONDS - 1 if sign == "long life" else 1000.0)
         if sign == "step":
             restarts.step_ended()
+
+
+def test_gateways_that_die_again_and_again_when_replaced_then_they_are_given_up_and_the_engine_is_not() -> None:
+    replacements = Replacements(start_timeout=60.0, now=0.0)
+    delays = []
+    for _ in range(len(DELAYS)):
+        delays.append(replacements.gateway_died(1.0))
+        assert replacements.is_going_on
+        assert replacements.all_ready(3.0) == 2.0
+    assert tuple(delays) == DELAYS
+    assert replacements.gateway_died(4.0) is None
+    assert replacements.engine_died(4.0) == 0.0
+
+
+def test_replacements_when_their_time_comes_then_each_is_due_once() -> None:
+    replacements = Replacements(start_timeout=60.0, now=0.0)
+    replacements.schedule("gateway", 1, 2.0)
+    replacements.schedule("scheduler", 0, 1.0)
+    assert replacements.take_due(0.5) == []
+    assert replacements.take_due(1.0) == [("scheduler", 0)]
+    assert replacements.take_due(3.0) == [("gateway", 1)]
+    assert replacements.take_due(3.0) == []
