@@ -9,8 +9,9 @@ from typing import Any
 from gateway.generation import Generation, PromptState
 from gateway.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from gateway.receipts import Receipts
-from gateway.schemas import ChatRequest, CompletionRequest, StreamOptions
+from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.sse import DONE, event, json_string
+from gateway.stream_record import StreamRecord
 from novainfer import __version__
 from novainfer.client.output import ChoiceDelta, TokenLogprob
 
@@ -42,26 +43,38 @@ class Envelope:
 class _Chunks:
     """Chunks of one stream. Subclasses say how a choice's delta is written."""
 
-    def __init__(
-        self, generation: Generation, envelope: Envelope, options: StreamOptions | None, receipts: Receipts | None
-    ) -> None:
+    kind = ""
+
+    def __init__(self, generation: Generation, record: StreamRecord, receipts: Receipts | None = None) -> None:
         self._generation = generation
-        self._envelope = envelope
-        self._options = options or StreamOptions()
+        self._record = record
+        self._envelope = Envelope(record.response_id, self.kind, record.created, record.model)
         self._receipts = receipts
-        head = json.dumps(envelope.wrap([]), ensure_ascii=False, separators=(",", ":"))
+        self._places = list(generation.told)  # see `stream_record`
+        head = json.dumps(self._envelope.wrap([]), ensure_ascii=False, separators=(",", ":"))
         self._head = "data: " + head.removesuffix("]}") + '{"index":'
 
+    def _begins(self, choice: int) -> bool:
+        if self._places[choice]:
+            return False
+        self._places[choice] = 1
+        return True
+
+    def _ends(self, choice: int) -> None:
+        """The finish reason is about to be told."""
+        self._places[choice] = self._generation.outputs[choice].num_tokens + 3
+
     def _chunk(self, choice: int, fields: str) -> str:
-        if self._options.continuous_usage_stats:
+        if self._record.continuous_usage:
             usage = ',"usage":' + json.dumps(self._generation.usage(), separators=(",", ":"))
         else:
-            usage = ',"usage":null' if self._options.include_usage else ""
-        return f"{self._head}{choice},{fields}}}]{usage}}}\n\n"
+            usage = ',"usage":null' if self._record.include_usage else ""
+        event_id = f"id: {'-'.join(map(str, self._places))}\n" if self._record.event_ids else ""
+        return f"{event_id}{self._head}{choice},{fields}}}]{usage}}}\n\n"
 
     async def last(self) -> bytes:
         """After the last choice has ended: usage and receipts where asked for, in one chunk without choices."""
-        more = {"usage": self._generation.usage()} if self._options.include_usage else {}
+        more = {"usage": self._generation.usage()} if self._record.include_usage else {}
         if self._receipts is not None:
             more |= await self._receipts.fields()
         return (event(self._envelope.wrap([], **more)) if more else b"") + DONE
@@ -70,54 +83,46 @@ class _Chunks:
 class ChatChunks(_Chunks):
     """`chat.completion.chunk`: the role first, then content, then the finish reason."""
 
-    def __init__(
-        self, generation: Generation, envelope: Envelope, request: ChatRequest, receipts: Receipts | None
-    ) -> None:
-        super().__init__(generation, envelope, request.stream_options, receipts)
-        self._token_ids = request.return_token_ids
-        self._logprobs = request.logprobs
-        self._begun: set[int] = set()
+    kind = "chat.completion.chunk"
 
     def __call__(self, delta: ChoiceDelta) -> bytes:
         """All chunks of one delta; none while its text is held back."""
         chunks: list[str] = []
-        if delta.choice not in self._begun:
-            self._begun.add(delta.choice)
+        if self._begins(delta.choice):
             first = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-            if self._token_ids:
+            if self._record.token_ids:
                 first += f',"prompt_token_ids":{self._generation.prompt_of(delta.choice).token_ids}'
             chunks.append(self._chunk(delta.choice, first))
-        if delta.text or delta.logprobs or (self._token_ids and delta.token_ids):
+        self._places[delta.choice] += len(delta.token_ids) + (delta.finish_reason is not None)
+        if delta.text or delta.logprobs or (self._record.token_ids and delta.token_ids):
             content = f'"delta":{{"content":{json_string(delta.text)}}},"logprobs":{self._logprobs_of(delta)}'
-            ids = f',"token_ids":{delta.token_ids}' if self._token_ids else ""
+            ids = f',"token_ids":{delta.token_ids}' if self._record.token_ids else ""
             chunks.append(self._chunk(delta.choice, f'{content},"finish_reason":null{ids}'))
         if delta.finish_reason is not None:
+            self._ends(delta.choice)
             chunks.append(self._chunk(delta.choice, f'"delta":{{}},"logprobs":null,{_finish(delta)}'))
         return "".join(chunks).encode()
 
     def _logprobs_of(self, delta: ChoiceDelta) -> str:
-        return _dumps(chat_logprobs(delta.logprobs)) if self._logprobs else "null"
+        return _dumps(chat_logprobs(delta.logprobs)) if self._record.logprobs else "null"
 
 
 class CompletionChunks(_Chunks):
     """`text_completion` chunks: the echoed prompt first, where asked for."""
 
-    def __init__(
-        self, generation: Generation, envelope: Envelope, request: CompletionRequest, receipts: Receipts | None
-    ) -> None:
-        super().__init__(generation, envelope, request.stream_options, receipts)
-        self._request = request
-        self._begun: set[int] = set()
+    kind = "text_completion"
 
     def __call__(self, delta: ChoiceDelta) -> bytes:
         """All chunks of one delta; none while its text is held back."""
         chunks: list[str] = []
         prompt = self._generation.prompt_of(delta.choice)
-        if delta.choice not in self._begun:
-            self._begun.add(delta.choice)
-            if self._request.echo or self._request.return_token_ids:
-                chunks.append(self._first(delta.choice, prompt))
-        ids = self._request.return_token_ids and bool(delta.token_ids)
+        begins = self._begins(delta.choice)
+        if begins and (self._record.echo or self._record.token_ids):
+            chunks.append(self._first(delta.choice, prompt))
+        self._places[delta.choice] += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._ends(delta.choice)
+        ids = self._record.token_ids and bool(delta.token_ids)
         if delta.text or delta.logprobs or ids or delta.finish_reason is not None:
             logprobs = _dumps(completion_logprobs(delta.logprobs)) if delta.logprobs else "null"
             fields = f'"text":{json_string(delta.text)},"logprobs":{logprobs},{_finish(delta)}'
@@ -126,13 +131,18 @@ class CompletionChunks(_Chunks):
 
     def _first(self, choice: int, prompt: PromptState) -> str:
         logprobs = "null"
-        if self._request.echo and self._request.logprobs is not None:
+        if self._record.echo and self._record.logprobs:
             entries = self._generation.prompt_logprobs(prompt)
             logprobs = _dumps(completion_logprobs(entries, self._generation.first_token(prompt)))
         fields = f'"text":{json_string(prompt.echo)},"logprobs":{logprobs},"finish_reason":null,"stop_reason":null'
-        if self._request.return_token_ids:
+        if self._record.token_ids:
             fields += f',"prompt_token_ids":{prompt.token_ids}'
         return self._chunk(choice, fields)
+
+
+def chunks_of(generation: Generation, record: StreamRecord, receipts: Receipts | None) -> ChatChunks | CompletionChunks:
+    """The writer of a stream."""
+    return (ChatChunks if record.is_chat else CompletionChunks)(generation, record, receipts)
 
 
 def chat_answer(

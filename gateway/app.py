@@ -21,7 +21,7 @@ from gateway.auth import AuthMiddleware, KeyRing
 from gateway.context import ContextMiddleware
 from gateway.errors import to_api_error
 from gateway.openapi import RouteSpec, describe
-from gateway.routes import chat, completions, health, models, requests, tokenize
+from gateway.routes import chat, completions, health, models, requests, streams, tokenize
 from gateway.routes.endpoint import Call, json_response, route
 from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from gateway.service import GatewayService
@@ -39,6 +39,7 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("GET", "/v1/models", models.list_models),
     RouteSpec("GET", "/v1/models/{model_id:path}", models.get_model),
     RouteSpec("POST", "/v1/requests/{request_id}/cancel", requests.cancel),
+    RouteSpec("GET", "/v1/streams/{stream_id}", streams.resume, media_type="text/event-stream"),
     RouteSpec("POST", "/tokenize", tokenize.tokenize, TokenizeRequest),
     RouteSpec("POST", "/detokenize", tokenize.detokenize, DetokenizeRequest),
     RouteSpec("GET", "/health", health.health),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.types import Receive
@@ -38,6 +38,7 @@ class Generation:
     """Turns the outputs of a `RequestStream` into deltas and counts. Close it in the end.
 
     `started`: when the HTTP request came, on the `time.perf_counter` clock. `engine`: what it said of itself then.
+    `told`: the places up to which another gateway has told the choices (see `stream_record`); deltas begin there.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Generation:
         engine: EngineInfo,
         started: float,
         after_prompt: bool,
+        told: list[int] | None = None,
     ) -> None:
         self.prompts = prompts
         self.engine = engine
@@ -68,6 +70,7 @@ class Generation:
             for p, prompt in enumerate(prompts)
             for c in range(self._n)
         ]
+        self.told = told or [0] * len(self.outputs)
         self._last_token_at = [0.0] * len(self.outputs)
         self._watcher: asyncio.Task[None] | None = None
 
@@ -94,7 +97,7 @@ class Generation:
         """The deltas that are ready. Raises what ended the generation early, `ClientGone` among that."""
         if self.client_gone:
             raise ClientGone
-        deltas = [self._apply(item) for item in self._stream.take_ready()]
+        deltas = [self._fresh(item) for item in self._stream.take_ready()]
         return [delta for delta in deltas if delta is not None]
 
     async def collect(self) -> list[ChoiceDelta]:
@@ -156,6 +159,23 @@ class Generation:
         if all(output.finish_reason not in (None, FINISH_CANCELLED) for output in self.outputs):
             self._metrics.whole.observe(time.perf_counter() - self._started)
 
+    def _fresh(self, item: TokenOutput | PromptLogprobs) -> ChoiceDelta | None:
+        """What of an output was not told before; all of it is applied."""
+        if isinstance(item, PromptLogprobs):
+            return self._apply(item)
+        output = self.outputs[self._prompt_of[item.request_id] * self._n + item.choice]
+        place = self.told[output.choice] - 1  # tokens, and what of the end
+        end = item.index + len(item.token_ids)
+        if place <= item.index and not (item.finish_reason is not None and place > end):
+            return self._apply(item)
+        told, fresh = _split(item, place) if place <= end else (item, None)
+        delta = self._apply(told)
+        if delta is None or delta.finish_reason is None:
+            return None if fresh is None else self._apply(fresh)
+        if place - output.num_tokens > 1:
+            return None
+        return ChoiceDelta(output.choice, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+
     def _apply(self, item: TokenOutput | PromptLogprobs) -> ChoiceDelta | None:
         number = self._prompt_of[item.request_id]
         prompt = self.prompts[number]
@@ -183,3 +203,12 @@ class Generation:
             return
         for _ in range(count):
             self._metrics.between_tokens.observe((now - last) / count)
+
+
+def _split(item: TokenOutput, index: int) -> tuple[TokenOutput, TokenOutput]:
+    """The tokens before this output index; the others, and the end."""
+    count = index - item.index
+    head = replace(
+        item, token_ids=item.token_ids[:count], logprobs=item.logprobs[:count], finish_reason=None, stop_token_id=None
+    )
+    return head, replace(item, index=index, token_ids=item.token_ids[count:], logprobs=item.logprobs[count:])

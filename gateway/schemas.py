@@ -34,6 +34,7 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_event_ids: bool = False  # not by default: there are clients that take each line for data
 
 
 class GenerationRequest(_Body):

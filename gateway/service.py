@@ -23,6 +23,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.params import draw_seed, resolve_params
 from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
+from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
 from novainfer.checkpoint import resolve_checkpoint
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig
@@ -33,6 +34,7 @@ from novainfer.text.chat_template import ChatTemplate
 from novainfer.text.tokenizer import Tokenizer
 
 TEXT_THREADS = 2  # rendering and tokenising; the event loop only waits for them
+CLAIM_SECONDS = 2.0  # for the scheduler to miss a dead gateway
 LONG_BODY = 256 * 1024  # bytes; the text of larger ones has a thread of its own: short ones need not wait for it
 BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
@@ -148,7 +150,7 @@ class GatewayService:
     def start(
         self,
         request: ChatRequest | CompletionRequest,
-        response_id: str,
+        record: StreamRecord,
         prompts: list[tuple[list[int], str]],
         info: RequestInfo,
     ) -> Generation:
@@ -165,11 +167,15 @@ class GatewayService:
         params = resolve_params(request, max(len(token_ids) for token_ids, _ in prompts), self.tokenizer, engine)
         eos = [i for i in self.tokenizer.eos_token_ids if i < engine.vocab_size]  # others are never sampled
         states = [
-            PromptState(f"{response_id}-{number}", token_ids, _own_seed(params, request.seed, number), eos, echo)
+            PromptState(f"{record.response_id}-{number}", token_ids, _own_seed(params, request.seed, number), eos, echo)
             for number, (token_ids, echo) in enumerate(prompts)
         ]
-        aliases = [response_id, info.request_id]
-        stream = self.client.submit(*(self._add_request(state, request, info.tenant, aliases) for state in states))
+        answers = [PromptRecord(record, i, len(states), state.echo).to_json() for i, state in enumerate(states)]
+        aliases = [record.response_id, info.request_id]
+        adds = [self._add_request(state, request, info.tenant, aliases) for state in states]
+        if request.stream:
+            adds = [replace(add, answer=answer) for add, answer in zip(adds, answers, strict=True)]
+        stream = self.client.submit(*adds)
         return Generation(
             states,
             stream,
@@ -178,6 +184,38 @@ class GatewayService:
             engine=engine,
             started=info.started,
             after_prompt=isinstance(request, CompletionRequest),
+        )
+
+    async def claim(self, key: str, tenant: str) -> list[AddRequest]:
+        """The tenant's requests with this id whose gateway is gone, or which ended a moment ago; [] if there are none.
+
+        The scheduler may need a moment to see that a gateway is gone.
+        """
+        until = time.monotonic() + CLAIM_SECONDS
+        while not (claimed := await self.client.claim(key, tenant)) and time.monotonic() < until:
+            await asyncio.sleep(CLAIM_SECONDS / 10)
+        return claimed
+
+    def take_over(
+        self, prompts: list[tuple[PromptRecord, AddRequest]], after: str | None, info: RequestInfo
+    ) -> Generation:
+        """Go on with a claimed stream, its prompts in order. Raises `InvalidRequestError` for a wrong `after`."""
+        engine = self.engine_info()
+        requests = [request for _, request in prompts]
+        told = parse_event_id(after, sum(request.params.n for request in requests))
+        states = [
+            PromptState(add.request_id, add.prompt_token_ids, add.params, add.eos_token_ids, record.echo)
+            for record, add in prompts
+        ]
+        return Generation(
+            states,
+            self.client.submit(*requests),
+            self.tokenizer,
+            self.metrics,
+            engine=engine,
+            started=info.started,
+            after_prompt=not prompts[0][0].stream.is_chat,
+            told=told,
         )
 
     def receipts(self, generation: Generation, model: str) -> Receipts:

@@ -6,11 +6,12 @@ from typing import Any
 
 from starlette.responses import Response
 
-from gateway.answers import ChatChunks, Envelope, chat_answer
+from gateway.answers import Envelope, chat_answer, chunks_of
 from gateway.routes.endpoint import MODE_HEADER, Call, json_response
 from gateway.schemas import ChatRequest, TokenizeRequest
 from gateway.service import GatewayService, new_response_id, unix_now
 from gateway.sse import SseResponse
+from gateway.stream_record import StreamRecord
 from novainfer.errors import InvalidRequestError
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -27,18 +28,18 @@ async def chat_completions(call: Call) -> Response | None:
         service.engine_info()  # refuse before the work of rendering
         token_ids = await service.in_thread(call.info, lambda: encode_chat(service, request))
         response_id = new_response_id("chatcmpl")
-        generation = service.start(request, response_id, [(token_ids, "")], call.info)
+        record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
+        generation = service.start(request, record, [(token_ids, "")], call.info)
         receipts = service.receipts(generation, model) if wants_receipt else None
         headers[MODE_HEADER] = generation.engine.mode
         with service.live(generation, response_id, call.info):
             if request.stream:
-                envelope = Envelope(response_id, "chat.completion.chunk", unix_now(), model)
-                chunks = ChatChunks(generation, envelope, request, receipts)
+                chunks = chunks_of(generation, record, receipts)
                 await SseResponse(generation, chunks, chunks.last, headers)(call.scope, call.receive, call.send)
                 return None
             generation.watch(call.receive)
             wholes = await generation.collect()
-            envelope = Envelope(response_id, "chat.completion", unix_now(), model)
+            envelope = Envelope(response_id, "chat.completion", record.created, model)
             answer = chat_answer(generation, envelope, request, wholes)
             return json_response(answer | (await receipts.fields() if receipts else {}), headers)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from gateway.answers import CompletionChunks, Envelope, completion_answer
+from gateway.answers import Envelope, chunks_of, completion_answer
 from gateway.routes.endpoint import MODE_HEADER, Call, json_response
 from gateway.schemas import MAX_PROMPTS, CompletionRequest
 from gateway.service import GatewayService, new_response_id, unix_now
 from gateway.sse import SseResponse
+from gateway.stream_record import StreamRecord
 from novainfer.errors import InvalidRequestError
 
 Prompt = str | list[int]
@@ -25,17 +26,18 @@ async def completions(call: Call) -> Response | None:
         service.engine_info()  # refuse before the work of tokenising
         encoded = await service.in_thread(call.info, lambda: [_encode(service, request, prompt) for prompt in prompts])
         response_id = new_response_id("cmpl")
-        generation = service.start(request, response_id, encoded, call.info)
+        record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
+        generation = service.start(request, record, encoded, call.info)
         receipts = service.receipts(generation, model) if wants_receipt else None
         headers[MODE_HEADER] = generation.engine.mode
         with service.live(generation, response_id, call.info):
-            envelope = Envelope(response_id, "text_completion", unix_now(), model)
             if request.stream:
-                chunks = CompletionChunks(generation, envelope, request, receipts)
+                chunks = chunks_of(generation, record, receipts)
                 await SseResponse(generation, chunks, chunks.last, headers)(call.scope, call.receive, call.send)
                 return None
             generation.watch(call.receive)
             wholes = await generation.collect()
+            envelope = Envelope(response_id, "text_completion", record.created, model)
             answer = completion_answer(generation, envelope, request, wholes)
             return json_response(answer | (await receipts.fields() if receipts else {}), headers)
 

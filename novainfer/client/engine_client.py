@@ -139,9 +139,9 @@ class EngineClient:
         self._session.submit(requests, stream, time.monotonic())
         return stream
 
-    def cancel(self, request_id: str, choice: int = -1) -> None:
-        """End a request, or one choice of it, here and in the engine. No output of it follows but the end."""
-        self._session.cancel(request_id, choice)
+    def cancel(self, request_id: str, choice: int = -1, complete: bool = False) -> None:
+        """See `GatewaySession.cancel`."""
+        self._session.cancel(request_id, choice, complete)
 
     async def cancel_alias(self, alias: str, tenant: str) -> bool:
         """End the tenant's requests with this alias in the engine, of whichever gateway; whether there were any.

@@ -155,7 +155,7 @@ class GatewaySession:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[AddRequest], sink: Sink, now: float) -> None:
-        """Enter requests in the journal and send them; what becomes of them goes to `sink`.
+        """Enter requests in the journal and send them; the tokens they bring along, and all that follows, go to `sink`.
 
         Raises `OverloadedError` before the engine is ready for the first time, or when it is lost.
         """
@@ -165,11 +165,17 @@ class GatewaySession:
             entry = JournalEntry(request, accepted_at=now, epoch=self.info.epoch)
             self._journal.add(entry)
             self._sinks[request.request_id] = sink
+            for choice, token_ids in enumerate(request.emitted):
+                if token_ids:
+                    sink.push(TokenOutput(request.request_id, choice, 0, token_ids))
             if self._is_open:
                 self._send_entry(entry, now)
 
-    def cancel(self, request_id: str, choice: int = -1) -> None:
-        """End a request, or one choice of it, here and in the engine. No output of it follows but the end."""
+    def cancel(self, request_id: str, choice: int = -1, complete: bool = False) -> None:
+        """End a request, or one choice of it, here and in the engine. No output of it follows but the end.
+
+        complete: its answer is whole (a stop string was found), not broken off.
+        """
         entry = self._journal.get(request_id)
         if entry is None:
             return
@@ -177,7 +183,7 @@ class GatewaySession:
         if not live:
             return
         entry.cancel(choice)
-        self._tell(CancelRequest(request_id, -1 if entry.finished else choice))
+        self._tell(CancelRequest(request_id, -1 if entry.finished else choice, complete))
         for c in live:
             index = len(entry.emitted[c])
             self._sinks[request_id].push(TokenOutput(request_id, c, index, [], FINISH_CANCELLED))

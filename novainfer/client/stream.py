@@ -22,7 +22,8 @@ class RequestStream:
     `close` must be called in the end, read or not; it cancels what is still live.
     """
 
-    def __init__(self, request_ids: Iterable[str], cancel: Callable[[str, int], None]) -> None:
+    def __init__(self, request_ids: Iterable[str], cancel: Callable[[str, int, bool], None]) -> None:
+        """`cancel`: see `GatewaySession.cancel`."""
         self._live = set(request_ids)
         self._cancel = cancel
         self._order: deque[tuple[str, int]] = deque()  # keys of _pending, oldest first
@@ -91,13 +92,13 @@ class RequestStream:
         self._wake()
 
     def cancel(self, request_id: str, choice: int = -1) -> None:
-        """Cancel one request, or one choice of it."""
-        self._cancel(request_id, choice)
+        """End one request, or one choice of it, because the reader has all that it wants."""
+        self._cancel(request_id, choice, True)
 
     def close(self) -> None:
         """Cancel what is live. Idempotent."""
         for request_id in list(self._live):
-            self._cancel(request_id, -1)
+            self._cancel(request_id, -1, False)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

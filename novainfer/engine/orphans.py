@@ -1,4 +1,4 @@
-"""Requests whose gateway is gone: they go on for a grace time, for another one to take them over. Pure; no clock."""
+"""Requests whose gateway is gone, and streams that have just ended: any gateway may take them over. Pure; no clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Orphans:
         return len(self._entries)
 
     def add(self, request: Request, now: float) -> None:
-        """Keep a request from now on."""
+        """Keep a request from now on. Without a grace time nothing is kept."""
         self._entries[request.request_id] = (now + self._grace, request)
 
     def pop(self, request_id: str) -> bool:
@@ -34,16 +34,13 @@ class Orphans:
             del self._entries[request_id]
         return over
 
-    def claim(self, tenant: str, alias: str, now: float) -> list[AddRequest]:
-        """Take out the tenant's requests with this alias, as messages that make an engine go on with them."""
-        found = [
-            request
+    def find(self, tenant: str, alias: str, now: float) -> list[AddRequest]:
+        """The tenant's requests with this alias, as messages that make an engine go on with them."""
+        return [
+            _as_message(request, now)
             for _, request in self._entries.values()
             if request.message.tenant == tenant and alias in request.message.aliases
         ]
-        for request in found:
-            del self._entries[request.request_id]
-        return [_as_message(request, now) for request in found]
 
 
 def _as_message(request: Request, now: float) -> AddRequest:

@@ -37,6 +37,7 @@ from novainfer.protocol.messages import (
     Unlinked,
 )
 from novainfer.protocol.supervision import ROLE_SCHEDULER, ChildReady, SchedulerPulse, WorkersFault, WorkersLost
+from novainfer.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +68,9 @@ class Replica:
         self._have_failed = False  # the workers; the supervisor has been told
         self._num_steps = 0  # that ended in this epoch
         self._gateways: dict[bytes, GatewayLink] = {}  # by socket identity
-        self._owner: dict[str, bytes] = {}  # request id -> socket identity of its gateway
+        self._owned: dict[str, tuple[bytes, Request]] = {}  # request id -> socket identity of its gateway, request
         self._orphans = Orphans(config.server.orphan_grace)
-        self._last_progress = now
-        self._next_stats = now
+        self._now = self._last_progress = self._next_stats = now
 
     @property
     def engine(self) -> EngineCore | None:
@@ -81,6 +81,7 @@ class Replica:
 
     def turn(self, now: float) -> bool:
         """Do what can be done after messages were handled; True if something moved, so that the next need not wait."""
+        self._now = now
         moved = self._advance(now)
         self._publish_stats(now)
         self._drop_gateways(now)
@@ -147,6 +148,7 @@ class Replica:
 
     def handle(self, identity: bytes, packet: Packet, now: float) -> None:
         """Take in one packet of the gateway behind this socket identity."""
+        self._now = now
         message, gateway = packet.message, self._gateways.get(identity)
         if isinstance(message, Hello) and packet.number == 0:
             self._greet(identity, packet.link, message, now)
@@ -170,12 +172,12 @@ class Replica:
         elif isinstance(message, AddRequest):
             self._add(engine, identity, message, now)
         elif isinstance(message, CancelRequest):
-            if self._owner.get(message.request_id) == identity:
-                self._publish(engine.cancel(message.request_id, message.choice), [])
+            if self._owner(message.request_id) == identity:
+                self._cancel(engine, message)
         elif isinstance(message, CancelAlias):
             gateway.say(AliasCancelled(message.query, self._cancel_alias(engine, message)))
         elif isinstance(message, ClaimRequest):
-            gateway.say(Claimed(message.query, self._claim(engine, message, now)))
+            gateway.say(Claimed(message.query, self._orphans.find(message.tenant, message.alias, now)))
         else:
             raise ProtocolError(f"a gateway does not send {type(message).__name__}")
 
@@ -202,11 +204,11 @@ class Replica:
     def _add(self, engine: EngineCore, identity: bytes, message: AddRequest, now: float) -> None:
         request_id = message.request_id
         gateway = self._gateways[identity]
-        if self._owner.get(request_id, identity) != identity:
+        if self._owner(request_id) not in (None, identity):
             gateway.say(RequestRejected(request_id, 400, "This request id is in use."))
             return
         if self._orphans.pop(request_id):
-            engine.cancel(request_id)  # its gateway was there all the time, and knows best
+            engine.cancel(request_id)  # it goes on from what the gateway has
         try:
             ended = engine.add(message, now)
         except InvalidRequestError as error:
@@ -217,8 +219,17 @@ class Replica:
             )
             gateway.say(rejected)
         else:
-            self._owner[request_id] = identity
-            self._publish(ended, [])
+            request = engine.scheduler.requests.get(request_id)
+            if request is None:  # it went on from its end
+                gateway.say(OutputBatch(self._epoch, engine.scheduler.step, ended))
+            else:
+                self._owned[request_id] = (identity, request)
+                self._publish(ended, [])
+
+    def _cancel(self, engine: EngineCore, message: CancelRequest) -> None:
+        self._publish(engine.cancel(message.request_id, message.choice), [])
+        if not message.complete and not self._is_live(message.request_id):
+            self._orphans.pop(message.request_id)
 
     def _cancel_alias(self, engine: EngineCore, message: CancelAlias) -> bool:
         request_ids = [
@@ -227,15 +238,9 @@ class Replica:
             if request.message.tenant == message.tenant and message.alias in request.message.aliases
         ]
         for request_id in request_ids:
-            self._orphans.pop(request_id)
             self._publish(engine.cancel(request_id), [])
+            self._orphans.pop(request_id)
         return bool(request_ids)
-
-    def _claim(self, engine: EngineCore, message: ClaimRequest, now: float) -> list[AddRequest]:
-        claimed = self._orphans.claim(message.tenant, message.alias, now)
-        for request in claimed:
-            engine.cancel(request.request_id)
-        return claimed
 
     # -- gateways go ----------------------------------------------------------------------------------------
 
@@ -250,24 +255,28 @@ class Replica:
                 self._engine.cancel(request_id)
 
     def _orphan(self, identity: bytes, now: float) -> None:
-        """The gateway process is gone: its requests go on for those who may claim them."""
+        """The gateway process is gone: its requests go on for those who may take them over."""
         del self._gateways[identity]
-        for request_id in self._take_owned(identity):
-            if self._engine is not None:
-                self._orphans.add(self._engine.scheduler.requests[request_id], now)
+        for request in self._take_owned(identity):
+            self._orphans.add(request, now)
 
     def _unlink(self, identity: bytes) -> None:
         """The link has ended, the gateway has not: it will send what it still wants."""
         del self._gateways[identity]
-        for request_id in self._take_owned(identity):
+        for request in self._take_owned(identity):
             if self._engine is not None:
-                self._engine.cancel(request_id)
+                self._engine.cancel(request.request_id)
 
-    def _take_owned(self, identity: bytes) -> list[str]:
-        owned = [request_id for request_id, owner in self._owner.items() if owner == identity]
-        for request_id in owned:
-            del self._owner[request_id]
+    def _take_owned(self, identity: bytes) -> list[Request]:
+        owned = [request for owner, request in self._owned.values() if owner == identity]
+        for request in owned:
+            del self._owned[request.request_id]
         return owned
+
+    def _owner(self, request_id: str) -> bytes | None:
+        """Socket identity of the gateway that a live request belongs to."""
+        owned = self._owned.get(request_id)
+        return None if owned is None else owned[0]
 
     # -- messages to gateways -------------------------------------------------------------------------------
 
@@ -277,19 +286,25 @@ class Replica:
             return
         by_gateway: dict[bytes, tuple[list[TokenOutput], list[PromptLogprobs]]] = defaultdict(lambda: ([], []))
         for output in outputs:
-            identity = self._owner.get(output.request_id)
+            identity = self._owner(output.request_id)
             if identity is not None:
                 by_gateway[identity][0].append(output)
         for item in prompt_logprobs:
-            identity = self._owner.get(item.request_id)
+            identity = self._owner(item.request_id)
             if identity is not None:
                 by_gateway[identity][1].append(item)
         for output in outputs:
             if output.finish_reason is not None and not self._is_live(output.request_id):
-                self._owner.pop(output.request_id, None)
+                self._disown(output.request_id)
         step = self._engine.scheduler.step if self._engine is not None else 0
         for identity, (tokens, logprobs) in by_gateway.items():
             self._gateways[identity].say(OutputBatch(self._epoch, step, tokens, logprobs))
+
+    def _disown(self, request_id: str) -> None:
+        """A request has ended; of a stream its reader may have lost the last events."""
+        _, request = self._owned.pop(request_id, (None, None))
+        if request is not None and request.message.answer:
+            self._orphans.add(request, self._now)
 
     def _publish_stats(self, now: float) -> None:
         if now < self._next_stats:

@@ -57,10 +57,11 @@ class AddRequest:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """End a request, or one choice of it (`choice` >= 0; the stop string of one choice was found)."""
+    """End a request, or one choice of it (`choice` >= 0). `complete`: a stop string was found, the answer is whole."""
 
     request_id: str
     choice: int = -1
+    complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class CancelAlias:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """Hand over the tenant's requests with this alias whose gateway is gone; answered by Claimed."""
+    """Which of the tenant's streams with this alias lost their gateway, or have just ended? Answered by Claimed."""
 
     query: int
     tenant: str
@@ -171,7 +172,7 @@ class AliasCancelled:
 class Claimed:
     """The answer to the gateway's ClaimRequest with the same `query`.
 
-    The scheduler has forgotten them: they go on when they are sent to it again. `emitted` holds their tokens so far.
+    `emitted` holds their tokens so far. Whoever sends one of them as a request takes it over.
     """
 
     query: int

@@ -1,0 +1,87 @@
+"""How a stream is written: kept by the scheduler (`AddRequest.answer`) for a gateway that may have to go on with it.
+
+Every event of a stream has an id, the place that its reader has then come to: one number per choice, joined by `-`.
+It is 0 before the choice has begun, else 1 + the tokens told, + 1 once the text that its end sets free was told, + 1
+once the finish reason was. What follows an id depends on the tokens alone, so any gateway can go on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+
+from gateway.errors import ApiError
+from gateway.schemas import ChatRequest, CompletionRequest
+from novainfer.errors import InvalidRequestError
+
+_ID = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """One stream. `created` in Unix seconds; `model` is the name that the client used."""
+
+    is_chat: bool
+    response_id: str
+    created: int
+    model: str
+    include_usage: bool
+    continuous_usage: bool
+    event_ids: bool
+    token_ids: bool
+    logprobs: bool
+    echo: bool
+    receipt: bool
+
+    @classmethod
+    def of(
+        cls, request: ChatRequest | CompletionRequest, response_id: str, created: int, model: str, *, receipt: bool
+    ) -> StreamRecord:
+        """What the request asked for."""
+        options = request.stream_options
+        return cls(
+            is_chat=isinstance(request, ChatRequest),
+            response_id=response_id,
+            created=created,
+            model=model,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            event_ids=options is not None and options.include_event_ids,
+            token_ids=request.return_token_ids,
+            logprobs=request.logprobs if isinstance(request, ChatRequest) else request.logprobs is not None,
+            echo=isinstance(request, CompletionRequest) and request.echo,
+            receipt=receipt,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """One of the `count` prompts of a stream. `echo`: its text where the answer repeats it."""
+
+    stream: StreamRecord
+    number: int
+    count: int
+    echo: str
+
+    def to_json(self) -> str:
+        """For `AddRequest.answer`."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> PromptRecord:
+        """Raises `ApiError` (404) if the request was not a stream."""
+        if not text:
+            raise ApiError(404, "The request with this id is not a stream.", "stream_not_found")
+        data = json.loads(text)
+        return cls(**{**data, "stream": StreamRecord(**data["stream"])})
+
+
+def parse_event_id(text: str | None, num_choices: int) -> list[int]:
+    """The place of each choice; all at the beginning without an id. Raises `InvalidRequestError` for what is no id."""
+    if not text:
+        return [0] * num_choices
+    places = [int(part) for part in text.split("-")] if _ID.fullmatch(text) else []
+    if len(places) != num_choices:
+        raise InvalidRequestError("This is not the id of an event of this stream.", param="after")
+    return places
