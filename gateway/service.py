@@ -189,8 +189,12 @@ class GatewayService:
     async def claim(self, key: str, tenant: str) -> list[AddRequest]:
         """The tenant's requests with this id whose gateway is gone, or which ended a moment ago; [] if there are none.
 
-        The scheduler may need a moment to see that a gateway is gone.
+        The scheduler may need a moment to see that a gateway is gone, as we, who may be its successor, to be heard there.
+        Raises `OverloadedError` while the engine is not ready.
         """
+        began = time.monotonic()
+        while not self.client.ready and time.monotonic() < began + self.config.server.orphan_grace:
+            await asyncio.sleep(CLAIM_SECONDS / 10)
         until = time.monotonic() + CLAIM_SECONDS
         while not (claimed := await self.client.claim(key, tenant)) and time.monotonic() < until:
             await asyncio.sleep(CLAIM_SECONDS / 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from novainfer.protocol.messages import AddRequest
-from novainfer.scheduler.request import Request
+from novainfer.scheduler.request import Request, Sequence
 
 
 class Orphans:
@@ -46,8 +46,14 @@ class Orphans:
 def _as_message(request: Request, now: float) -> AddRequest:
     message = request.message
     params = message.params
-    emitted = [sequence.token_ids[request.prompt_len :] for sequence in request.sequences]
+    emitted = [_tokens(sequence) for sequence in request.sequences]
     if params.logprobs is not None or params.prompt_logprobs is not None:
         emitted = [[] for _ in emitted]  # only the gateway had them: they are computed again, and are the same
     deadline = max(request.deadline - now, 1e-3) if message.deadline > 0 else 0.0
     return replace(message, emitted=emitted, deadline=deadline)
+
+
+def _tokens(sequence: Sequence) -> list[int]:
+    """Its output; without the last token if that ended it: sampled again, it comes with the end that belongs to it."""
+    end = len(sequence.token_ids) - (sequence.finish_reason() is not None)
+    return sequence.token_ids[sequence.request.prompt_len : end]

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+
+import httpx
 
 from tests.servers import RunningServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LENGTH = 160
-_ALWAYS = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True, "max_tokens": LENGTH}
+_ALWAYS = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "include_event_ids": True},
+    "return_token_ids": True,
+    "max_tokens": LENGTH,
+}
 
 
 def _chat(text: str, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -82,6 +90,19 @@ class Answer:
         return len(choice.get("token_ids") or [])
 
 
+def events(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """(id, data) of each event that came whole."""
+    event_id = data = ""
+    for line in lines:
+        if line.startswith("id: "):
+            event_id = line.removeprefix("id: ")
+        elif line.startswith("data: "):
+            data = line.removeprefix("data: ")
+        elif not line and data:
+            yield event_id, data
+            event_id = data = ""
+
+
 class Streams:
     """All of REQUESTS, running at once. Use as a context manager; `answers` waits for their ends."""
 
@@ -90,6 +111,7 @@ class Streams:
         self._counts = [0] * len(REQUESTS)
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(len(REQUESTS))
+        self.num_resumed = 0
         self._futures: list[Future[Answer]] = []
 
     def __enter__(self) -> Streams:
@@ -118,19 +140,37 @@ class Streams:
         path, body = REQUESTS[number]
         answer = Answer()
         body = {**_ALWAYS, **body}
-        if not body["stream"]:
-            del body["stream_options"]
-            self._count(number, 1)
         try:
-            with self._server.http() as http, http.stream("POST", path, json=body) as reply:
-                assert reply.status_code == (200 if body["stream"] else reply.status_code), reply.read()
-                for line in reply.iter_lines():
-                    if line.startswith(("data: ", "{")):
-                        self._count(number, answer.take(line.removeprefix("data: ")))
-            answer.is_done = answer.is_done or not body["stream"]
+            if body["stream"]:
+                self._read_stream(number, answer, path, body)
+            else:
+                del body["stream_options"]
+                self._count(number, 1)
+                with self._server.http() as http:
+                    answer.take(http.post(path, json=body).text)
+                answer.is_done = True
+        except httpx.TransportError as error:
+            answer.error = repr(error)
         finally:
             self._count(number, 1_000_000)  # whoever waits for tokens of this one shall not wait for ever
         return answer
+
+    def _read_stream(self, number: int, answer: Answer, path: str, body: dict[str, Any]) -> None:
+        """To its end; if the connection is lost, the rest is fetched from whoever listens at the port then."""
+        request_id, place = f"chaos-{secrets.token_hex(8)}", ""
+        method, url, sent = "POST", path, {"json": body, "headers": {"x-request-id": request_id}}
+        while True:
+            try:
+                with self._server.http() as http, http.stream(method, url, **sent) as reply:  # type: ignore[arg-type]
+                    assert reply.status_code == 200, reply.read()
+                    for event_id, data in events(reply.iter_lines()):
+                        self._count(number, answer.take(data))
+                        place = event_id or place
+                return
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError):
+                assert self._server.process.poll() is None, self._server.errors
+                self.num_resumed += 1
+                method, url, sent = "GET", f"/v1/streams/{request_id}", {"params": {"after": place}}
 
     def _count(self, number: int, tokens: int) -> None:
         with self._changed:

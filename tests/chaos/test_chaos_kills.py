@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from tests.chaos.streams import LENGTH, Answer, Streams, run
+from tests.chaos.streams import LENGTH, REQUESTS, Answer, Streams, run
 from tests.servers import RunningServer, assert_gone
 
 pytestmark = [pytest.mark.stage2, pytest.mark.timeout(900)]
@@ -134,6 +134,28 @@ def test_given_streams_of_every_kind_when_processes_die_then_each_is_as_if_nothi
     after = server.processes()
     assert after.keys() == before.keys()
     assert after != before, "nothing was replaced"
+    server.wait_until_nothing_is_held()
+
+
+def test_given_streams_of_every_kind_when_the_gateway_dies_then_another_one_tells_the_rest_of_each(
+    undisturbed: Undisturbed,
+) -> None:
+    server = undisturbed.server
+    seen: list[Streams] = []
+
+    def disturb(streams: Streams) -> None:
+        seen.append(streams)
+        old = strike(server, "gateway 0", KILL)
+        wait_replaced(server, "gateway 0", old)
+
+    answers = run(server, disturb)
+    server.wait_until_ready()
+    for (_, body), answer, expected in zip(REQUESTS, answers, undisturbed.answers, strict=True):
+        if body.get("stream", True):
+            assert answer == expected
+        else:
+            assert answer.error is not None
+    assert seen[0].num_resumed >= len(REQUESTS) - 1
     server.wait_until_nothing_is_held()
 
 

@@ -1,0 +1,134 @@
+"""A stream that another gateway goes on with: wherever it was cut, what follows is what followed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.answers import chunks_of
+from gateway.generation import Generation, PromptState
+from gateway.metrics import GatewayMetrics
+from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
+from novainfer.client.stream import RequestStream
+from novainfer.errors import InvalidRequestError
+from novainfer.protocol.messages import EngineInfo, TokenOutput
+from novainfer.sampling.params import SamplingParams
+from novainfer.text.tokenizer import Tokenizer
+from tests.chaos.streams import events
+from tests.fakes import write_tokenizer
+
+pytestmark = pytest.mark.unit
+
+RECORD = StreamRecord(
+    is_chat=True, response_id="chatcmpl-1", created=1, model="m", include_usage=False, continuous_usage=False,
+    event_ids=True, token_ids=False, logprobs=False, echo=False, receipt=False,
+)  # fmt: skip
+Said = list[tuple[str, int, str, str | None]]  # (event id, choice, text, finish reason)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tiny")))
+
+
+def say(
+    tokenizer: Tokenizer, params: SamplingParams, outputs: list[TokenOutput], *, is_chat: bool, after: str = ""
+) -> Said:
+    """The events that a gateway writes which gets these outputs one by one, with all before `after` told."""
+    stream = RequestStream(["r"], lambda *_: None)
+    generation = Generation(
+        [PromptState("r", [5, 6], params, [2])],
+        stream,
+        tokenizer,
+        GatewayMetrics("m", lambda: (None, None)),
+        engine=EngineInfo(1, True),
+        started=0.0,
+        after_prompt=not is_chat,
+        told=parse_event_id(after, params.n),
+    )
+    chunks = chunks_of(generation, replace(RECORD, is_chat=is_chat), None)
+    said: Said = []
+    for output in outputs:
+        stream.push(output)
+        lines = b"".join(chunks(delta) for delta in generation.take()).decode()
+        for event_id, data in events(iter(lines.split("\n"))):
+            for choice in json.loads(data)["choices"]:
+                text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                said.append((event_id, choice["index"], text, choice["finish_reason"]))
+    return said
+
+
+def whole(said: Said, choice: int) -> tuple[str, list[str | None]]:
+    mine = [event for event in said if event[1] == choice]
+    return "".join(text for _, _, text, _ in mine), [reason for *_, reason in mine if reason]
+
+
+def cut(token_ids: list[int], choice: int, sizes: list[int], *, late_end: bool, stops: bool) -> list[TokenOutput]:
+    """The outputs of one choice, in messages of these sizes (the last one again and again)."""
+    outputs: list[TokenOutput] = []
+    while (index := sum(len(output.token_ids) for output in outputs)) < len(token_ids):
+        size = sizes[min(len(outputs), len(sizes) - 1)]
+        outputs.append(TokenOutput("r", choice, index, token_ids[index : index + size]))
+    if stops:  # the stop token is its last one
+        outputs[-1] = replace(outputs[-1], finish_reason="stop", stop_token_id=token_ids[-1])
+    elif late_end:
+        outputs.append(TokenOutput("r", choice, len(token_ids), [], "length"))
+    else:
+        outputs[-1] = replace(outputs[-1], finish_reason="length")
+    return outputs
+
+
+CHOICES = st.lists(st.lists(st.integers(3, 300), min_size=1, max_size=12), min_size=1, max_size=3)
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+@given(
+    choices=CHOICES, sizes=SIZES, again=SIZES, is_chat=st.booleans(), late_end=st.booleans(), stops=st.booleans(),
+    stop=st.sampled_from([(), ("e",), ("qu", "a b"), ("zzz",)]),
+)  # fmt: skip
+def test_given_any_stream_when_cut_after_any_event_then_the_rest_makes_it_whole(
+    tokenizer: Tokenizer,
+    choices: list[list[int]],
+    sizes: list[int],
+    again: list[int],
+    is_chat: bool,
+    late_end: bool,
+    stops: bool,
+    stop: tuple[str, ...],
+) -> None:
+    params = SamplingParams(n=len(choices), max_tokens=99, seed=1, stop=stop, stop_token_ids=(7,))
+    late = late_end and not stops
+
+    def outputs(sizes: list[int], late: bool) -> list[TokenOutput]:
+        by_choice = [cut(ids, c, sizes, late_end=late, stops=stops) for c, ids in enumerate(choices)]
+        return [part for c in range(max(map(len, by_choice))) for own in by_choice for part in own[c : c + 1]]
+
+    first = say(tokenizer, params, outputs(sizes, late), is_chat=is_chat)
+    for number, (event_id, *_) in enumerate(first):
+        rest = say(tokenizer, params, outputs(again, late), is_chat=is_chat, after=event_id)
+        for choice in range(len(choices)):
+            told, ends = whole(first[: number + 1] + rest, choice)
+            assert (told, ends) == whole(first, choice), event_id
+        if rest:
+            assert rest[-1][0] == first[-1][0]
+
+
+@pytest.mark.parametrize("text", ["x", "1-", "-1", "1-2", "1.5", "1e3", "9" * 10, "٣"])
+def test_given_what_is_no_event_id_of_one_choice_when_parsed_then_it_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        parse_event_id(text, 1)
+
+
+def test_given_a_record_when_written_and_read_then_it_is_the_same() -> None:
+    record = PromptRecord(RECORD, 1, 2, "echo é")
+    assert PromptRecord.from_json(record.to_json()) == record
+
+
+def test_given_a_tokenizer_folder_when_made_then_it_has_characters_of_several_tokens(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "t"))
+    assert any(tokenizer.token_bytes(i)[:1] >= b"\x80" for i in range(3, 300))
