@@ -189,7 +189,7 @@ class GatewayService:
     async def claim(self, key: str, tenant: str) -> list[AddRequest]:
         """The tenant's requests with this id whose gateway is gone, or which ended a moment ago; [] if there are none.
 
-        The scheduler may need a moment to see that a gateway is gone, as we, who may be its successor, to be heard there.
+        The scheduler may need a moment to see that a gateway is gone, and to hear us, who may be its successor.
         Raises `OverloadedError` while the engine is not ready.
         """
         began = time.monotonic()

@@ -112,6 +112,7 @@ class ServerConfig:
     drain_timeout: float = option(30.0, "Seconds that accepted streams may take to finish after SIGTERM.")
     start_timeout: float = option(600.0, "Seconds from start until every process must be ready.")
     hang_timeout: float = option(4.0, "Seconds of silence after which a rank or the scheduler counts as hung.")
+    max_restarts: int = option(5, "Deaths in a row, no step in between, that are mended; one more ends the server.")
     orphan_grace: float = option(10.0, "Seconds that a request outlives its gateway, to be fetched by its id.")
     stall_timeout: float = option(60.0, "Seconds that a rank may spend on one layer before it counts as hung.")
     run_dir: str | None = option(None, "Directory for sockets (0700); default: a new temporary one.")
@@ -175,6 +176,8 @@ def check(config: ServeConfig) -> None:
         "stall_timeout": config.server.stall_timeout,
         "start_timeout": config.server.start_timeout,
     }
+    if config.server.max_restarts < 0 or not 0 <= config.server.orphan_grace < float("inf"):
+        raise ConfigError("--max-restarts and --orphan-grace cannot be negative, nor infinite")
     for name, value in positive.items():
         if value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value}")

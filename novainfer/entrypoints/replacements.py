@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from novainfer.config import ServerConfig
 from novainfer.entrypoints.restarts import Restarts
 
 
 class Replacements:
     """Begins when something dies and ends when everything is ready again. The start of a server counts as one."""
 
-    def __init__(self, start_timeout: float, now: float) -> None:
-        self._start_timeout = start_timeout
-        self._engine = Restarts()
-        self._gateways = Restarts()
+    def __init__(self, config: ServerConfig, now: float) -> None:
+        """Engine and gateways may each be restarted `max_restarts` times in a row."""
+        self._start_timeout = config.start_timeout
+        self._engine = Restarts(config.max_restarts)
+        self._gateways = Restarts(config.max_restarts)
         self._began: float | None = None
         self._due: dict[tuple[str, int], float] = {}
-        self.ready_by = now + start_timeout
+        self.ready_by = now + config.start_timeout
 
     def engine_died(self, now: float) -> float | None:
         """A worker group or scheduler: seconds until the next may start, None if there have been too many."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before the next start, by deaths since a step last ended
+DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before the next start, by deaths since a step last ended; then the last
 STABLE_SECONDS = 60.0  # an idle server proves itself by living so long
 
 
 class Restarts:
     """Counts deaths of worker groups and schedulers between two signs that the engine works."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
         self._deaths = 0
         self._serves_since: float | None = None
 
@@ -18,10 +19,10 @@ class Restarts:
         if self._serves_since is not None and now - self._serves_since > STABLE_SECONDS:
             self._deaths = 0
         self._serves_since = None
-        if self._deaths == len(DELAYS):
+        if self._deaths >= self._max_restarts:
             return None
         self._deaths += 1
-        return DELAYS[self._deaths - 1]
+        return DELAYS[min(self._deaths, len(DELAYS)) - 1]
 
     def serves(self, now: float) -> None:
         """Everything has been replaced and is ready."""

@@ -77,7 +77,7 @@ class Supervisor:
         )
         self._wakeups = Wakeups(run_dir)
         self._workers = WorkerThread(launch.workers, self._wakeups.nudge)
-        self._replacements = Replacements(config.server.start_timeout, time.monotonic())
+        self._replacements = Replacements(config.server, time.monotonic())
         self._last_turn = float("inf")
         self._progress = StartProgress()
         self._began = time.monotonic()

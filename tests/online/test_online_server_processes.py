@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +13,8 @@ import httpx
 import psutil
 import pytest
 
+from novainfer.checkpoint import resolve_checkpoint
+from novainfer.config import DEMO_MODEL
 from tests.servers import RunningServer, assert_gone
 
 pytestmark = pytest.mark.stage2
@@ -107,10 +111,18 @@ def test_given_an_open_stream_when_terminated_then_it_finishes_and_new_requests_
 
 
 def test_given_a_death_that_cannot_be_mended_when_it_happens_then_the_exit_is_not_zero_and_nothing_is_left(
-    start_server: Callable[..., RunningServer],
+    start_server: Callable[..., RunningServer], tmp_path: Path
 ) -> None:
-    server = start_server()
+    model = tmp_path / "model"
+    shutil.copytree(resolve_checkpoint(DEMO_MODEL), model)
+    server = start_server("--model", str(model), "--max-restarts", "1")
     tree = server.tree()
-    server.processes()["gateway 0"].kill()
+    shutil.rmtree(model)
+    server.processes()["worker 0.0"].kill()  # its spare has not loaded the weights yet
+    refusals = set()
+    with server.http() as http, contextlib.suppress(httpx.TransportError):
+        while True:
+            refusals.add(http.get("/readyz").status_code)
+    assert 503 in refusals
     assert server.wait() != 0
     assert_gone(tree)

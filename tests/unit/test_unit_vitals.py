@@ -80,13 +80,13 @@ def test_given_a_supervisor_that_was_away_when_it_is_back_then_nobody_is_to_blam
 
 
 def test_given_deaths_without_a_step_when_there_were_six_then_it_is_given_up() -> None:
-    restarts = Restarts()
+    restarts = Restarts(len(DELAYS))
     assert [restarts.delay(0.0) for _ in range(6)] == [0.0, 1.0, 2.0, 4.0, 8.0, None]
 
 
 @pytest.mark.parametrize("sign", ["step", "long life"])
 def test_given_deaths_when_the_engine_works_in_between_then_they_are_forgotten(sign: str) -> None:
-    restarts = Restarts()
+    restarts = Restarts(len(DELAYS))
     for _ in range(20):
         assert restarts.delay(1000.0) == 0.0
         assert restarts.delay(1000.0) == 1.0
@@ -96,7 +96,7 @@ def test_given_deaths_when_the_engine_works_in_between_then_they_are_forgotten(s
 
 
 def test_gateways_that_die_again_and_again_when_replaced_then_they_are_given_up_and_the_engine_is_not() -> None:
-    replacements = Replacements(start_timeout=60.0, now=0.0)
+    replacements = Replacements(ServerConfig(), 0.0)
     delays = []
     for _ in range(len(DELAYS)):
         delays.append(replacements.gateway_died(1.0))
@@ -108,7 +108,7 @@ def test_gateways_that_die_again_and_again_when_replaced_then_they_are_given_up_
 
 
 def test_replacements_when_their_time_comes_then_each_is_due_once() -> None:
-    replacements = Replacements(start_timeout=60.0, now=0.0)
+    replacements = Replacements(ServerConfig(), 0.0)
     replacements.schedule("gateway", 1, 2.0)
     replacements.schedule("scheduler", 0, 1.0)
     assert replacements.take_due(0.5) == []
