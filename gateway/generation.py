@@ -23,13 +23,17 @@ from novainfer.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class PromptState:
-    """One prompt. `echo` is its text where the answer repeats it."""
+    """One prompt. `echo` is its text where the answer repeats it.
+
+    told: the places up to which another gateway has told its choices (see `stream_record`); the deltas begin there.
+    """
 
     request_id: str
     token_ids: list[int]
     params: SamplingParams
     eos_token_ids: list[int]
     echo: str = ""
+    told: list[int] = field(default_factory=list)
     num_cached_tokens: int | None = None  # as first told; a recovered engine finds its own output cached too
     logprobs: list[Logprobs] = field(default_factory=list)
 
@@ -38,7 +42,6 @@ class Generation:
     """Turns the outputs of a `RequestStream` into deltas and counts. Close it in the end.
 
     `started`: when the HTTP request came, on the `time.perf_counter` clock. `engine`: what it said of itself then.
-    `told`: the places up to which another gateway has told the choices (see `stream_record`); deltas begin there.
     """
 
     def __init__(
@@ -51,7 +54,6 @@ class Generation:
         engine: EngineInfo,
         started: float,
         after_prompt: bool,
-        told: list[int] | None = None,
     ) -> None:
         self.prompts = prompts
         self.engine = engine
@@ -70,7 +72,7 @@ class Generation:
             for p, prompt in enumerate(prompts)
             for c in range(self._n)
         ]
-        self.told = told or [0] * len(self.outputs)
+        self.told = [place for prompt in prompts for place in prompt.told or [0] * self._n]
         self._last_token_at = [0.0] * len(self.outputs)
         self._watcher: asyncio.Task[None] | None = None
 

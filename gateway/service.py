@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -206,9 +207,16 @@ class GatewayService:
         """Go on with a claimed stream, its prompts in order. Raises `InvalidRequestError` for a wrong `after`."""
         engine = self.engine_info()
         requests = [request for _, request in prompts]
-        told = parse_event_id(after, sum(request.params.n for request in requests))
+        places = iter(parse_event_id(after, sum(request.params.n for request in requests)))
         states = [
-            PromptState(add.request_id, add.prompt_token_ids, add.params, add.eos_token_ids, record.echo)
+            PromptState(
+                add.request_id,
+                add.prompt_token_ids,
+                add.params,
+                add.eos_token_ids,
+                record.echo,
+                told=list(islice(places, add.params.n)),
+            )
             for record, add in prompts
         ]
         return Generation(
@@ -219,7 +227,6 @@ class GatewayService:
             engine=engine,
             started=info.started,
             after_prompt=not prompts[0][0].stream.is_chat,
-            told=told,
         )
 
     def receipts(self, generation: Generation, model: str) -> Receipts:

@@ -42,14 +42,13 @@ def say(
     """The events that a gateway writes which gets these outputs one by one, with all before `after` told."""
     stream = RequestStream(["r"], lambda *_: None)
     generation = Generation(
-        [PromptState("r", [5, 6], params, [2])],
+        [PromptState("r", [5, 6], params, [2], told=parse_event_id(after, params.n))],
         stream,
         tokenizer,
         GatewayMetrics("m", lambda: (None, None)),
         engine=EngineInfo(1, True),
         started=0.0,
         after_prompt=not is_chat,
-        told=parse_event_id(after, params.n),
     )
     chunks = chunks_of(generation, replace(RECORD, is_chat=is_chat), None)
     said: Said = []
