@@ -13,8 +13,9 @@ endef
 export BUILD_KERNELS
 SERVE_ARGS ?=
 TEST_ARGS  ?= --suite all
+KILLS      ?= 20
 
-.PHONY: setup serve test check bench clean
+.PHONY: setup serve test check chaos bench clean
 
 setup: $(STAMP)
 
@@ -46,6 +47,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/arch
+
+# Long forms of tests that `make test` runs in short.
+chaos: setup
+	$(BIN)/python -m tests.chaos.kill_loop --kills $(KILLS)
 
 bench: setup
 	$(BIN)/python -m bench.startup

@@ -103,6 +103,46 @@ def events(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
             event_id = data = ""
 
 
+def read(server: RunningServer, path: str, body: dict[str, Any], told: Callable[[str, int], None]) -> Answer:
+    """One request to its end. `told` hears of its life: ("sent" | "event" | "resumed", tokens in the event)."""
+    answer = Answer()
+    body = {**_ALWAYS, **body}
+    told("sent", 0)
+    try:
+        if body["stream"]:
+            _read_stream(server, answer, path, body, told)
+        else:
+            del body["stream_options"]
+            with server.http() as http:
+                told("event", answer.take(http.post(path, json=body).text))
+            answer.is_done = True
+    except httpx.TransportError as error:
+        answer.error = repr(error)
+    return answer
+
+
+def _read_stream(
+    server: RunningServer, answer: Answer, path: str, body: dict[str, Any], told: Callable[[str, int], None]
+) -> None:
+    """To its end; if the connection is lost, the rest is fetched from whoever listens at the port then."""
+    request_id, place = f"chaos-{secrets.token_hex(8)}", ""
+    method, url, sent = "POST", path, {"json": body, "headers": {"x-request-id": request_id}}
+    while True:
+        try:
+            with server.http() as http, http.stream(method, url, **sent) as reply:  # type: ignore[arg-type]
+                if reply.status_code != 200:
+                    answer.error = f"{method}: {reply.status_code} {reply.read().decode()}"
+                    return
+                for event_id, data in events(reply.iter_lines()):
+                    told("event", answer.take(data))
+                    place = event_id or place
+            return
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError):
+            assert server.process.poll() is None, server.errors
+            told("resumed", 0)
+            method, url, sent = "GET", f"/v1/streams/{request_id}", {"params": {"after": place}}
+
+
 class Streams:
     """All of REQUESTS, running at once. Use as a context manager; `answers` waits for their ends."""
 
@@ -138,39 +178,16 @@ class Streams:
 
     def _read(self, number: int) -> Answer:
         path, body = REQUESTS[number]
-        answer = Answer()
-        body = {**_ALWAYS, **body}
+        if not body.get("stream", True):
+            self._count(number, 1)  # it says nothing before its end
         try:
-            if body["stream"]:
-                self._read_stream(number, answer, path, body)
-            else:
-                del body["stream_options"]
-                self._count(number, 1)
-                with self._server.http() as http:
-                    answer.take(http.post(path, json=body).text)
-                answer.is_done = True
-        except httpx.TransportError as error:
-            answer.error = repr(error)
+            return read(self._server, path, body, lambda what, tokens: self._told(number, what, tokens))
         finally:
             self._count(number, 1_000_000)  # whoever waits for tokens of this one shall not wait for ever
-        return answer
 
-    def _read_stream(self, number: int, answer: Answer, path: str, body: dict[str, Any]) -> None:
-        """To its end; if the connection is lost, the rest is fetched from whoever listens at the port then."""
-        request_id, place = f"chaos-{secrets.token_hex(8)}", ""
-        method, url, sent = "POST", path, {"json": body, "headers": {"x-request-id": request_id}}
-        while True:
-            try:
-                with self._server.http() as http, http.stream(method, url, **sent) as reply:  # type: ignore[arg-type]
-                    assert reply.status_code == 200, reply.read()
-                    for event_id, data in events(reply.iter_lines()):
-                        self._count(number, answer.take(data))
-                        place = event_id or place
-                return
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError):
-                assert self._server.process.poll() is None, self._server.errors
-                self.num_resumed += 1
-                method, url, sent = "GET", f"/v1/streams/{request_id}", {"params": {"after": place}}
+    def _told(self, number: int, what: str, tokens: int) -> None:
+        self.num_resumed += what == "resumed"
+        self._count(number, tokens)
 
     def _count(self, number: int, tokens: int) -> None:
         with self._changed:
