@@ -14,8 +14,9 @@ export BUILD_KERNELS
 SERVE_ARGS ?=
 TEST_ARGS  ?= --suite all
 KILLS      ?= 20
+CASES      ?= 2000
 
-.PHONY: setup serve test check chaos bench clean
+.PHONY: setup serve test check chaos fuzz bench clean
 
 setup: $(STAMP)
 
@@ -56,6 +57,13 @@ bench: setup
 	$(BIN)/python -m bench.startup
 	$(BIN)/python -m bench.offline
 	$(BIN)/python -m bench.serving --start-server
+
+# All of what `make test` has a sample of: hostile parameters, frames, and requests made from the OpenAPI description.
+fuzz: setup
+	$(BIN)/python -m tests.safety.frames
+	$(BIN)/python -m tests.safety.parameters
+	$(BIN)/python -m tests.safety.parameters --optimised
+	$(BIN)/python -m tests.safety.fuzz --cases $(CASES)
 
 clean:
 	rm -rf $(VENV) .setup build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

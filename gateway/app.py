@@ -20,7 +20,8 @@ from starlette.types import ASGIApp
 from gateway.auth import AuthMiddleware, KeyRing
 from gateway.context import ContextMiddleware
 from gateway.errors import to_api_error
-from gateway.openapi import RouteSpec, describe
+from gateway.openapi import EVENTS, RouteSpec, describe
+from gateway.openapi_schemas import STATE, ModelBounds
 from gateway.routes import chat, completions, health, models, requests, streams, tokenize
 from gateway.routes.endpoint import Call, json_response, route
 from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -30,26 +31,30 @@ from novainfer import __version__
 
 async def openapi(call: Call) -> Response:
     """This description."""
-    return json_response(describe(ROUTES, title="NovaInfer", version=__version__))
+    engine, tokenizer = call.service.client.limits, call.service.tokenizer
+    bounds = ModelBounds(tokenizer.vocab_size)
+    if engine is not None:
+        bounds = ModelBounds(tokenizer.vocab_size, engine.vocab_size, engine.max_model_len)
+    return json_response(describe(ROUTES, bounds, title="NovaInfer", version=__version__))
 
 
 ROUTES: tuple[RouteSpec, ...] = (
-    RouteSpec("POST", "/v1/chat/completions", chat.chat_completions, ChatRequest),
-    RouteSpec("POST", "/v1/completions", completions.completions, CompletionRequest),
-    RouteSpec("GET", "/v1/models", models.list_models),
-    RouteSpec("GET", "/v1/models/{model_id:path}", models.get_model),
-    RouteSpec("POST", "/v1/requests/{request_id}/cancel", requests.cancel),
-    RouteSpec("GET", "/v1/streams/{stream_id}", streams.resume, media_type="text/event-stream"),
-    RouteSpec("POST", "/tokenize", tokenize.tokenize, TokenizeRequest),
-    RouteSpec("POST", "/detokenize", tokenize.detokenize, DetokenizeRequest),
-    RouteSpec("GET", "/health", health.health),
-    RouteSpec("GET", "/healthz", health.health),
-    RouteSpec("GET", "/ping", health.health),
-    RouteSpec("GET", "/livez", health.livez),
-    RouteSpec("GET", "/readyz", health.readyz),
-    RouteSpec("GET", "/version", models.version),
-    RouteSpec("GET", "/metrics", health.metrics, media_type="text/plain"),
-    RouteSpec("GET", "/openapi.json", openapi),
+    RouteSpec("POST", "/v1/chat/completions", chat.chat_completions, "ChatCompletion", ChatRequest),
+    RouteSpec("POST", "/v1/completions", completions.completions, "TextCompletion", CompletionRequest),
+    RouteSpec("GET", "/v1/models", models.list_models, "ModelList"),
+    RouteSpec("GET", "/v1/models/{model_id:path}", models.get_model, "Model"),
+    RouteSpec("POST", "/v1/requests/{request_id}/cancel", requests.cancel, "Cancelled"),
+    RouteSpec("GET", "/v1/streams/{stream_id}", streams.resume, EVENTS),
+    RouteSpec("POST", "/tokenize", tokenize.tokenize, "Tokens", TokenizeRequest),
+    RouteSpec("POST", "/detokenize", tokenize.detokenize, "Text", DetokenizeRequest),
+    RouteSpec("GET", "/health", health.health, STATE),
+    RouteSpec("GET", "/healthz", health.health, STATE),
+    RouteSpec("GET", "/ping", health.health, STATE),
+    RouteSpec("GET", "/livez", health.livez, STATE),
+    RouteSpec("GET", "/readyz", health.readyz, STATE),
+    RouteSpec("GET", "/version", models.version, "Version"),
+    RouteSpec("GET", "/metrics", health.metrics, None),
+    RouteSpec("GET", "/openapi.json", openapi, "Description"),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -93,7 +94,7 @@ def _parse(body: bytes) -> dict[str, Any]:
         limits = f"{MAX_ITEMS} items or {MAX_NODES} lists, objects and keys"
         raise ApiError(400, f"The request body has more than {limits}.", "invalid_json")
     try:
-        data = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        data = json.loads(body.decode("utf-8"), parse_float=_finite, parse_constant=_refuse_constant)
         if b"\\u" in body:
             json.dumps(data, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair is no text
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -107,6 +108,14 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 def _is_wide(body: bytes) -> bool:
     return body.count(b",") > MAX_ITEMS or sum(map(body.count, (b"[", b"{", b":"))) > MAX_NODES
+
+
+def _finite(text: str) -> float:
+    """The number, also where no field has been told what it may be; 1e400 is not one of ours."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is out of range")
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:

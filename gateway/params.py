@@ -31,8 +31,25 @@ def resolve_params(
 
     Checked against the width of the logits, and the length of prompt and output against the model's context.
     """
+    try:
+        params = _sampling_params(request, num_prompt_tokens, tokenizer, info)
+        validate(params, vocab_size=info.vocab_size)
+        _check_length(num_prompt_tokens, params.max_tokens, info.max_model_len)
+    except InvalidRequestError as error:
+        raise _in_words_of(request, error) from None
+    return params
+
+
+def draw_seed() -> int:
+    """A seed for a request that came without one."""
+    return secrets.randbelow(MAX_SEED)
+
+
+def _sampling_params(
+    request: ChatRequest | CompletionRequest, num_prompt_tokens: int, tokenizer: Tokenizer, info: EngineInfo
+) -> SamplingParams:
     logprobs = _chat_logprobs(request) if isinstance(request, ChatRequest) else _completion_logprobs(request)
-    params = SamplingParams(
+    return SamplingParams(
         n=request.n,
         max_tokens=_max_tokens(request, num_prompt_tokens, info.max_model_len),
         min_tokens=request.min_tokens,
@@ -51,14 +68,20 @@ def resolve_params(
         prompt_logprobs=logprobs.prompt,
         **_with_model_defaults(request, tokenizer),
     )
-    validate(params, vocab_size=info.vocab_size)
-    _check_length(num_prompt_tokens, params.max_tokens, info.max_model_len)
-    return params
 
 
-def draw_seed() -> int:
-    """A seed for a request that came without one."""
-    return secrets.randbelow(MAX_SEED)
+def _in_words_of(request: ChatRequest | CompletionRequest, error: InvalidRequestError) -> InvalidRequestError:
+    """The error with the field's name as the client wrote it: a chat has other names for some."""
+    if not isinstance(request, ChatRequest):
+        return error
+    names = {"logprobs": "top_logprobs", "prompt": "messages"}
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    ours = error.param or ""
+    name = names.get(ours, ours)
+    rest = error.message.removeprefix(ours)
+    message = name + rest if ours and rest != error.message else error.message
+    return InvalidRequestError(message, param=name or None, code=error.code)
 
 
 def _with_model_defaults(request: GenerationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -105,8 +128,8 @@ def _chat_logprobs(request: ChatRequest) -> _Logprobs:
 def _completion_logprobs(request: CompletionRequest) -> _Logprobs:
     _refuse_streamed_prompt_logprobs(request)
     prompt = request.prompt_logprobs
-    if request.echo and request.logprobs is not None:
-        prompt = max(request.logprobs, prompt or 0)
+    if request.echo and request.logprobs is not None and (prompt is None or 0 <= prompt < request.logprobs):
+        prompt = request.logprobs
     return _Logprobs(request.logprobs, prompt)
 
 

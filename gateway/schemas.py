@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from novainfer.errors import InvalidRequestError
 from novainfer.sampling.params import MAX_ID_LIST
 
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 256
@@ -132,7 +133,7 @@ class DetokenizeRequest(_Body):
 
 Body = TypeVar("Body", GenerationRequest, ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
-_UNSUPPORTED = frozenset(
+UNSUPPORTED = frozenset(
     {
         "chat_template",
         "logits_processors",
@@ -143,7 +144,7 @@ _UNSUPPORTED = frozenset(
         "use_beam_search",
     }
 )
-_UNSUPPORTED_PREFIX = "guided_"
+UNSUPPORTED_PREFIX = "guided_"
 _PRINTABLE = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_NAMES = 32
 
@@ -155,7 +156,7 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
     """
     present = {name: value for name, value in body.items() if value is not None}
     for name, value in present.items():
-        if name in kind.unsupported or name in _UNSUPPORTED or name.startswith(_UNSUPPORTED_PREFIX):
+        if name in kind.unsupported or name in UNSUPPORTED or name.startswith(UNSUPPORTED_PREFIX):
             if value is False:  # a feature that is switched off
                 continue
             raise InvalidRequestError(f"{_shown(name)} is not supported yet.", param=_shown(name))

@@ -191,15 +191,17 @@ class GatewayService:
         """The tenant's requests with this id whose gateway is gone, or which ended a moment ago; [] if there are none.
 
         The scheduler may need a moment to see that a gateway is gone, and to hear us, who may be its successor.
-        Raises `OverloadedError` while the engine is not ready.
+        Raises `OverloadedError` while the engine is not ready, `ApiError` (409) while the stream is being read.
         """
         began = time.monotonic()
         while not self.client.ready and time.monotonic() < began + self.config.server.orphan_grace:
             await asyncio.sleep(CLAIM_SECONDS / 10)
         until = time.monotonic() + CLAIM_SECONDS
-        while not (claimed := await self.client.claim(key, tenant)) and time.monotonic() < until:
+        while (claimed := await self.client.claim(key, tenant)).is_owned and time.monotonic() < until:
             await asyncio.sleep(CLAIM_SECONDS / 10)
-        return claimed
+        if claimed.is_owned:
+            raise ApiError(409, "The stream with this id is being read.", "stream_in_use")
+        return claimed.requests
 
     def take_over(
         self, prompts: list[tuple[PromptRecord, AddRequest]], after: str | None, info: RequestInfo

@@ -8,13 +8,11 @@ from starlette.responses import Response
 
 from gateway.answers import Envelope, chat_answer, chunks_of
 from gateway.routes.endpoint import MODE_HEADER, Call, json_response
-from gateway.schemas import ChatRequest, TokenizeRequest
+from gateway.schemas import ROLES, ChatRequest, TokenizeRequest
 from gateway.service import GatewayService, new_response_id, unix_now
 from gateway.sse import SseResponse
 from gateway.stream_record import StreamRecord
 from novainfer.errors import InvalidRequestError
-
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 
 async def chat_completions(call: Call) -> Response | None:
@@ -59,8 +57,11 @@ def encode_chat(service: GatewayService, request: ChatRequest | TokenizeRequest)
         continue_final_message=request.continue_final_message,
         template_kwargs=_template_kwargs(request),
     )
-    # The template writes the special tokens itself.
-    return service.encode_prompt(text, add_special_tokens=bool(request.add_special_tokens))
+    try:
+        # The template writes the special tokens itself.
+        return service.encode_prompt(text, add_special_tokens=bool(request.add_special_tokens))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, param="messages", code=error.code) from None
 
 
 def refuse_unsupported(request: ChatRequest) -> None:
@@ -77,8 +78,8 @@ def refuse_unsupported(request: ChatRequest) -> None:
 def _check_roles(messages: list[dict[str, Any]]) -> None:
     for message in messages:
         role = message.get("role")
-        if not isinstance(role, str) or role not in _ROLES:
-            raise InvalidRequestError(f"A message's role must be one of {', '.join(sorted(_ROLES))}.", param="messages")
+        if not isinstance(role, str) or role not in ROLES:
+            raise InvalidRequestError(f"A message's role must be one of {', '.join(sorted(ROLES))}.", param="messages")
 
 
 def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -151,13 +151,14 @@ class EngineClient:
         answer = await self._ask(CancelAlias(next(self._queries), tenant, alias))
         return isinstance(answer, AliasCancelled) and answer.found
 
-    async def claim(self, alias: str, tenant: str) -> list[AddRequest]:
-        """Take over the tenant's requests with this alias whose gateway is gone; they go on when they are submitted.
+    async def claim(self, alias: str, tenant: str) -> Claimed:
+        """The tenant's streams with this alias that may be taken over: by submitting them.
 
         Raises `OverloadedError` if the engine does not answer.
         """
-        answer = await self._ask(ClaimRequest(next(self._queries), tenant, alias))
-        return answer.requests if isinstance(answer, Claimed) else []
+        query = next(self._queries)
+        answer = await self._ask(ClaimRequest(query, tenant, alias))
+        return answer if isinstance(answer, Claimed) else Claimed(query, [], False)
 
     async def _ask(self, question: CancelAlias | ClaimRequest) -> Answer:
         if not self.ready or self._loop is None:

@@ -177,7 +177,10 @@ class Replica:
         elif isinstance(message, CancelAlias):
             gateway.say(AliasCancelled(message.query, self._cancel_alias(engine, message)))
         elif isinstance(message, ClaimRequest):
-            gateway.say(Claimed(message.query, self._orphans.find(message.tenant, message.alias, now)))
+            found = self._orphans.find(message.tenant, message.alias, now)
+            live = _with_alias(engine, message)
+            is_owned = any(self._owner(request.request_id) is not None for request in live)
+            gateway.say(Claimed(message.query, found, is_owned))
         else:
             raise ProtocolError(f"a gateway does not send {type(message).__name__}")
 
@@ -232,15 +235,11 @@ class Replica:
             self._orphans.pop(message.request_id)
 
     def _cancel_alias(self, engine: EngineCore, message: CancelAlias) -> bool:
-        request_ids = [
-            request_id
-            for request_id, request in engine.scheduler.requests.items()
-            if request.message.tenant == message.tenant and message.alias in request.message.aliases
-        ]
-        for request_id in request_ids:
-            self._publish(engine.cancel(request_id), [])
-            self._orphans.pop(request_id)
-        return bool(request_ids)
+        found = _with_alias(engine, message)
+        for request in found:
+            self._publish(engine.cancel(request.request_id), [])
+            self._orphans.pop(request.request_id)
+        return bool(found)
 
     # -- gateways go ----------------------------------------------------------------------------------------
 
@@ -339,3 +338,12 @@ class Replica:
 
     def _is_live(self, request_id: str) -> bool:
         return self._engine is not None and request_id in self._engine.scheduler.requests
+
+
+def _with_alias(engine: EngineCore, question: CancelAlias | ClaimRequest) -> list[Request]:
+    """The tenant's live requests with the alias."""
+    return [
+        request
+        for request in engine.scheduler.requests.values()
+        if request.message.tenant == question.tenant and question.alias in request.message.aliases
+    ]

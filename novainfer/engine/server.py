@@ -78,7 +78,7 @@ class SchedulerServer:
     def _receive(self, timeout: float) -> None:
         ready = dict(self._poller.poll(int(timeout * 1000)))
         if self._orders in ready:
-            self._replica.obey(ORDERS_SCHEMA.decode(self._orders.recv()))
+            self._take_order()
         if self._gateway_socket in ready:
             for _ in range(_MAX_MESSAGES_PER_TURN):
                 try:
@@ -88,6 +88,12 @@ class SchedulerServer:
                     return
                 except ProtocolError as error:
                     logger.warning("dropped what is not a gateway's message: %s", error)
+
+    def _take_order(self) -> None:
+        try:
+            self._replica.obey(ORDERS_SCHEMA.decode(self._orders.recv()))
+        except ProtocolError as error:
+            logger.warning("dropped what is not the supervisor's order: %s", error)
 
     def _send(self, identity: bytes, packet: Packet) -> bool:
         try:

@@ -33,10 +33,14 @@ _SCALARS = (int, float, str, bool, bytes)
 
 
 class Schema:
-    """The set of records that may travel over one boundary, each under a fixed small tag."""
+    """The set of records that may travel over one boundary, each under a fixed small tag.
+
+    records: their classes.
+    """
 
     def __init__(self, name: str, records: dict[int, type]) -> None:
         self.name = name
+        self.records = tuple(records.values())
         self._encoders = {record: (tag, record_encoder(record)) for tag, record in records.items()}
         self._decoders = {tag: record_decoder(record) for tag, record in records.items()}
 

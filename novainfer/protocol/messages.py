@@ -172,11 +172,13 @@ class AliasCancelled:
 class Claimed:
     """The answer to the gateway's ClaimRequest with the same `query`.
 
-    `emitted` holds their tokens so far. Whoever sends one of them as a request takes it over.
+    `emitted` holds their tokens so far. Whoever sends one of them as a request takes it over. `is_owned`: there is a
+    live one that has a gateway, as far as the scheduler knows.
     """
 
     query: int
     requests: list[AddRequest]
+    is_owned: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_ID_LIST = 4096
+MAX_BIAS = 100.0
 MAX_SEED = 2**63 - 1
 MIN_TEMPERATURE = 1e-3  # below it, logits divided by it leave float32; 0 is greedy
 
@@ -56,7 +57,7 @@ class SamplingParams:
 
 
 # name -> (lowest, highest), both allowed
-_FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
+FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -64,7 +65,7 @@ _FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
 }
-_INT_BOUNDS: dict[str, tuple[int, int]] = {
+INT_BOUNDS: dict[str, tuple[int, int]] = {
     "n": (1, MAX_CHOICES),
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
@@ -82,9 +83,9 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
 
     vocab_size: width of the logits (not of the tokenizer); every token id named must lie below it.
     """
-    for name, (low, high) in _FLOAT_BOUNDS.items():
+    for name, (low, high) in FLOAT_BOUNDS.items():
         _check_number(name, getattr(params, name), low, high, integral=False)
-    for name, bounds in _INT_BOUNDS.items():
+    for name, bounds in INT_BOUNDS.items():
         value = getattr(params, name)
         if value is None and name in _OPTIONAL:
             continue
@@ -104,7 +105,9 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
 
 def _check_number(name: str, value: object, low: float, high: float, *, integral: bool) -> None:
     kinds = (int,) if integral else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+    # An integer is finite, but may be beyond what `isfinite` can take.
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not is_finite:
         raise InvalidRequestError(f"{name} must be a finite {'integer' if integral else 'number'}.", param=name)
     if not low <= value <= high:
         form = "d" if integral else "g"
@@ -122,7 +125,7 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise InvalidRequestError(f"{name} holds a token id outside 0..{vocab_size - 1}.", param=name)
     for bias in params.logit_bias.values():
-        _check_number("logit_bias", bias, -100.0, 100.0, integral=False)
+        _check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS, integral=False)
     if params.allowed_token_ids is not None:
         if not set(params.allowed_token_ids) - set(params.banned_token_ids):
             raise InvalidRequestError("allowed_token_ids leaves no token to choose.", param="allowed_token_ids")

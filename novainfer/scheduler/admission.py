@@ -27,7 +27,7 @@ def check_request(message: AddRequest, info: ExecutorInfo) -> None:
         raise InvalidRequestError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, you requested {total} "
             f"tokens ({len(message.prompt_token_ids)} in the prompt, {params.max_tokens} in the completion).",
-            param="prompt",
+            param="max_tokens" if len(message.prompt_token_ids) < info.max_model_len else "prompt",
             code="context_length_exceeded",
         )
     if -(-total // info.block_size) > info.num_blocks:

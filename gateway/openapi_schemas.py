@@ -1,0 +1,209 @@
+"""JSON schemas for the description: the bounds of requests that their models leave to other doors, and the answers.
+
+Every optional field may also be null. Rules between fields (`min_tokens` and `max_tokens`, say) no schema can tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
+from gateway.schemas import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    ROLES,
+    UNSUPPORTED,
+    UNSUPPORTED_PREFIX,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from novainfer.sampling.params import (
+    FLOAT_BOUNDS,
+    INT_BOUNDS,
+    MAX_BIAS,
+    MAX_ID_LIST,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+)
+
+Schema = dict[str, Any]
+
+STATE = "State"
+_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBounds:
+    """What depends on the model. `num_texts`: ids that the tokenizer knows; `vocab_size`: width of the logits."""
+
+    num_texts: int
+    vocab_size: int = 2**31
+    max_model_len: int = 2**31  # tokens
+
+
+def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
+    """Add to the models' own schemas, in place, what they do not say."""
+    fields = {
+        "ChatRequest": _sampling(bounds) | _chat(),
+        "CompletionRequest": _sampling(bounds) | _completion(bounds),
+        "TokenizeRequest": {"messages": _MESSAGES},
+        "DetokenizeRequest": {"tokens": _array(_integer(0, bounds.num_texts - 1))},
+    }
+    for kind, schema in schemas.items():
+        properties, required = schema["properties"], schema.get("required", ())
+        for name, own in properties.items():
+            told = fields.get(kind, {}).get(name)
+            if told is not None and own.get("type") != "boolean":  # a chat's logprobs
+                kept = {key: own[key] for key in ("title", "default") if key in own}
+                properties[name] = own = {**kept, **told}
+            if name not in required:
+                properties[name] = _or_null(own)
+    for model in _BODIES:
+        _refuse(schemas[model.__name__], model.unsupported | UNSUPPORTED)
+    schemas["TokenizeRequest"]["oneOf"] = [
+        {"required": [name], "properties": {name: {"type": kind}}}
+        for name, kind in (("prompt", "string"), ("messages", "array"))
+    ]
+
+
+def _refuse(schema: Schema, names: frozenset[str]) -> None:
+    """Features that do not exist yet may only be switched off."""
+    off = {"enum": [False, None], "description": "Not supported yet."}
+    schema["properties"] |= dict.fromkeys(sorted(names), off)
+    schema["patternProperties"] = {f"^{UNSUPPORTED_PREFIX}": off}
+
+
+def _or_null(schema: Schema) -> Schema:
+    null = {"type": "null"}
+    branches = schema.get("anyOf")
+    if branches is None:
+        about: Schema = {key: schema[key] for key in ("title", "default") if key in schema}
+        return {**about, "anyOf": [{key: value for key, value in schema.items() if key not in about}, null]}
+    return schema if null in branches else {**schema, "anyOf": [*branches, null]}
+
+
+def _integer(low: int, high: int) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _array(items: Schema, least: int = 0, most: int | None = None) -> Schema:
+    return {"type": "array", "items": items, "minItems": least} | ({} if most is None else {"maxItems": most})
+
+
+def _text(least: int, most: int | None = None) -> Schema:
+    return {"type": "string", "minLength": least} | ({} if most is None else {"maxLength": most})
+
+
+def _sampling(bounds: ModelBounds) -> dict[str, Schema]:
+    """The bounds of `novainfer.sampling.params`, in a client's words."""
+    token_id = _integer(0, bounds.vocab_size - 1)
+    fields: dict[str, Schema] = {name: _integer(*both) for name, both in INT_BOUNDS.items()}
+    for name, (low, high) in FLOAT_BOUNDS.items():
+        fields[name] = {"type": "number", "minimum": low, "maximum": high}
+    fields["top_p"] = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+    fields["top_k"] = _integer(-1, INT_BOUNDS["top_k"][1])
+    fields["max_tokens"] = fields["max_completion_tokens"] = _integer(1, bounds.max_model_len - 1)
+    fields["top_logprobs"] = fields["logprobs"]
+    fields["allowed_token_ids"] = _array(token_id, 1, MAX_ID_LIST)
+    fields["banned_token_ids"] = fields["stop_token_ids"] = _array(token_id, 0, MAX_ID_LIST)
+    stop = _text(1, MAX_STOP_LENGTH)
+    fields["stop"] = {"anyOf": [stop, _array(stop, 0, MAX_STOP_STRINGS)]}
+    fields["bad_words"] = _array(_text(1, MAX_BAD_WORD_LENGTH), 0, MAX_BAD_WORDS)
+    fields["logit_bias"] = {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        "maxProperties": MAX_ID_LIST,
+    }
+    return fields
+
+
+def _completion(bounds: ModelBounds) -> dict[str, Schema]:
+    ids = _array(_integer(0, bounds.vocab_size - 1), 1, bounds.max_model_len - 1)
+    return {"prompt": {"anyOf": [_text(1), ids, _array(_text(1), 1, MAX_PROMPTS), _array(ids, 1, MAX_PROMPTS)]}}
+
+
+_PART: Schema = {
+    "type": "object",
+    "required": ["text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": sorted(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, _PART, _array(_PART), {"type": "null"}]},
+    },
+}
+_MESSAGES = _array(_MESSAGE, 1, MAX_MESSAGES)
+
+
+def _chat() -> dict[str, Schema]:
+    return {
+        "messages": _MESSAGES,
+        "modalities": _array({"const": "text"}, 1, 1),
+        "tool_choice": {"enum": ["auto", "none", None]},
+        "response_format": {"type": "object", "properties": {"type": {"const": "text"}}},
+        "chat_template_kwargs": {
+            "type": "object",
+            "propertyNames": {"pattern": "^(?!_)", "not": {"const": "chat_template"}},
+        },
+    }
+
+
+def _object(**properties: Schema) -> Schema:
+    """All of these are there; there may be more."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_STRING: Schema = {"type": "string"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_MAYBE_STRING: Schema = {"type": ["string", "null"]}
+_MAYBE_OBJECT: Schema = {"type": ["object", "null"]}
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_END: dict[str, Schema] = {
+    "logprobs": _MAYBE_OBJECT,
+    "finish_reason": {"enum": ["stop", "length", "cancelled"]},
+    "stop_reason": {"type": ["integer", "string", "null"]},
+}
+_SAID = _object(role={"const": "assistant"}, content=_STRING, refusal={"type": "null"})
+
+
+def _answer(kind: str, choice: Schema) -> Schema:
+    texts = dict.fromkeys(("id", "model", "system_fingerprint"), _STRING)
+    return _object(object={"const": kind}, created=_COUNT, choices=_array(choice, 1), usage=_USAGE, **texts)
+
+
+_MODEL = _object(
+    id=_STRING,
+    object={"const": "model"},
+    created=_COUNT,
+    owned_by=_STRING,
+    root=_STRING,
+    parent=_MAYBE_STRING,
+    max_model_len={"type": ["integer", "null"]},
+)
+_ERROR = _object(message=_STRING, type=_STRING, param=_MAYBE_STRING, code=_MAYBE_STRING)
+
+ANSWERS: dict[str, Schema] = {
+    "Error": _object(error=_ERROR),
+    "ChatCompletion": _answer("chat.completion", _object(index=_COUNT, message=_SAID, **_END)),
+    "TextCompletion": _answer("text_completion", _object(index=_COUNT, text=_STRING, **_END)),
+    "Model": _MODEL,
+    "ModelList": _object(object={"const": "list"}, data=_array(_MODEL, 1)),
+    "Cancelled": _object(id=_STRING, object={"const": "request.cancelled"}, cancelled={"const": True}),
+    "Tokens": _object(
+        count=_COUNT,
+        max_model_len=_COUNT,
+        tokens=_array(_COUNT),
+        token_strs={"anyOf": [_array(_MAYBE_STRING), {"type": "null"}]},
+    ),
+    "Text": _object(prompt=_STRING),
+    STATE: _object(status={"enum": ["ok", "unavailable"]}),
+    "Version": _object(version=_STRING),
+    "Description": _object(openapi=_STRING, info={"type": "object"}, paths={"type": "object"}),
+}

@@ -1,0 +1,387 @@
+"""One table of every parameter, and the cases that follow from it.
+
+A row says what its values may be and at which doors it can be sent; what must come of a case follows from its row
+alone, never from the server's own code.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.safety.kinds import (
+    MEGABYTE_TEXT,
+    AnyNumber,
+    Anything,
+    Either,
+    Flag,
+    Kind,
+    ListOf,
+    MapOf,
+    Nothing,
+    Number,
+    Object,
+    Text,
+    whole,
+)
+
+# The demo model's.
+VOCAB = 640
+CONTEXT = 2048
+EOS = 633
+MODEL = "demo"
+
+ANY = "*"  # as a `param`
+CHAT, TEXT, ENGINE = "chat", "text", "engine"
+HTTP = (CHAT, TEXT)
+PROMPT_IDS = [11, 12, 13]
+MESSAGES = [{"role": "user", "content": "Hello!"}]
+CHAT_PROMPT_TOKENS = 12  # of those messages, rendered
+
+
+class Outcome(enum.Enum):
+    """What comes of a case. The last two are the codec's: what it cannot write, and what it drops when it reads."""
+
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    UNENCODABLE = "unencodable"
+    DROPPED = "dropped"
+
+
+class Missing(enum.Enum):
+    """The one value of a field that is not sent."""
+
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A number as it stands in the JSON text; too large for any type."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """`status`, `param` and `code` are of the error, where there is one."""
+
+    outcome: Outcome
+    status: int = 400
+    param: str | None = None
+    code: str | None = None
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A row. null: whether it may be null.   beside: what stands beside it.   refused: wrong though of the kind.
+
+    param: the name in errors, where it is another.   status: of a value that has the type but is not allowed.
+    """
+
+    name: str
+    kind: Kind
+    doors: tuple[str, ...]
+    null: bool = True
+    required: bool = False
+    beside: dict[str, Any] = field(default_factory=dict)
+    refused: tuple[Any, ...] = ()
+    extra: tuple[Any, ...] = ()
+    param: str = ""
+    status: int = 400
+
+
+@dataclass(frozen=True)
+class Case:
+    """One value of one parameter at one door."""
+
+    number: int
+    door: str
+    row: Parameter
+    value: Any
+    expected: Expected
+
+    @property
+    def label(self) -> str:
+        shown = repr(self.value)
+        return f"{self.number} {self.door} {self.row.name}={shown if len(shown) < 60 else shown[:60] + '...'}"
+
+    @property
+    def is_heavy(self) -> bool:
+        """Many sequences in one request: sent by itself, so that the queue has room for it."""
+        return (self.row.name, self.door) == ("prompt", TEXT) and isinstance(self.value, list) and len(self.value) > 64
+
+
+INT32, INT63, UINT64 = 2**31, 2**63, 2**64
+COMMON = (
+    True, False, "1", "", [], {}, [1], {"a": 1}, 0, 1.5, None, Missing.MISSING, INT32, -INT32, INT63, -INT63, UINT64,
+    10**400, math.nan, math.inf, -math.inf, -0.0, 1e308, -1e308, 5e-324, Raw("1e400"), Raw("-1e400"), "\ud800",
+)  # fmt: skip
+
+TOKEN_ID = whole(0, VOCAB - 1)
+IDS = ListOf(TOKEN_ID, 5, 0, 4096)
+NOT_ALL_IDS = ListOf(TOKEN_ID, 5, 0, 4096, together=lambda ids: len(set(ids)) < VOCAB)
+EVERY_ID = list(range(VOCAB))
+STOP = ListOf(Text(1, 1024), "zz", 0, 16)
+BIAS = Number(-100.0, 100.0)
+NEARLY_ZERO = (0.0, 1e-3)  # greedy to a client; to an engine, a temperature that leaves float32
+COUNT20 = whole(0, 20)
+ENDS_AT_ONCE = {"allowed_token_ids": [EOS]}
+ONE_TOKEN = ("x", "a", "\0", "1", "<|im_end|>")  # with a space before them or without
+NOT_IN_CHAT = ("echo", "functions", "function_call", "audio", "prediction", "web_search_options")
+NOT_IN_TEXT = ("suffix", "best_of", "response_format")
+NOWHERE = (
+    "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds", "structured_outputs",
+    "truncate_prompt_tokens", "use_beam_search", "guided_json",
+)  # fmt: skip
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def is_bias_key(key: Any) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdigit() and int(key) < VOCAB
+
+
+def is_message(message: dict[str, Any]) -> bool:
+    content, role = message.get("content"), message.get("role")
+    parts = content if isinstance(content, list) else []
+    texts = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+    return role in ROLES and isinstance(content, (str, list, type(None))) and texts and "tool_calls" not in message
+
+
+def is_template_kwargs(given: dict[str, Any]) -> bool:
+    return not any(name.startswith("_") or name == "chat_template" for name in given)
+
+
+def is_stream_options(options: dict[str, Any]) -> bool:
+    flags = (options.get("include_usage"), options.get("continuous_usage_stats"))
+    return all(flag is None or isinstance(flag, bool) for flag in flags)
+
+
+ANY_OBJECT = Object(({}, {"a": None}, {"": []}, {"a": {"b": [0.5, 2**64, 10**400]}}))
+RESUMED = ([[]], [[5]], [[5, 5]], [[], []], [[VOCAB]])
+PLAIN = {"role": "user", "content": "x"}
+MESSAGE = Object(
+    (
+        *({"role": role, "content": "x"} for role in (*ROLES, "robot", "", "User", None, 5, ["user"])),
+        *({"role": "user", "content": content} for content in (None, "", "\0", "\ud800", "<|im_end|>", 5, True, {})),
+        *({"role": "user", "content": [part]} for part in ({"type": "text", "text": "x"}, {"text": 5}, 5, None, "x")),
+        {"content": "x"},
+        {"role": "user"},
+        {"role": "user", "content": MEGABYTE_TEXT[: 2**16 - 1]},
+        {"role": "assistant", "content": "x", "tool_calls": 5},
+        {"role": "assistant", "content": "x", "tool_calls": [{"function": {"arguments": "{"}}]},
+    ),
+    is_message,
+)
+TOO_LONG_CHATS = ([PLAIN] * 16_383, [PLAIN] * 16_384, [{"role": "user", "content": MEGABYTE_TEXT[: 2**16 - 1]}])
+PROMPT = Either(
+    (
+        Text(1),
+        ListOf(TOKEN_ID, 5, 1, CONTEXT - 1),
+        ListOf(Text(1), "x", 1, 1024),
+        ListOf(ListOf(TOKEN_ID, 5, 1, CONTEXT - 1), [5], 1, 1024),
+    )
+)
+
+
+def json_map(most: int) -> MapOf:
+    """`logit_bias` over HTTP."""
+    return MapOf(is_bias_key, str, BIAS, str, most, VOCAB)
+
+
+def integer_map(most: int) -> MapOf:
+    """`logit_bias` between processes."""
+    return MapOf(TOKEN_ID.allows, int, BIAS, int, most, VOCAB)
+
+
+def _sampling() -> Iterator[Parameter]:
+    """What means the same everywhere; between processes null stands only where a value is optional."""
+    everywhere = (*HTTP, ENGINE)
+    yield Parameter("temperature", Number(0.0, 100.0), HTTP)
+    yield Parameter("temperature", Number(0.0, 100.0, gap=NEARLY_ZERO), (ENGINE,), null=False)
+    yield Parameter("top_k", whole(-1, INT32 - 1), HTTP)
+    yield Parameter("top_k", whole(0, INT32 - 1), (ENGINE,), null=False)
+    numbers: dict[str, Kind] = {
+        "top_p": Number(5e-324, 1.0),
+        "min_p": Number(0.0, 1.0),
+        "presence_penalty": Number(-2.0, 2.0),
+        "frequency_penalty": Number(-2.0, 2.0),
+        "repetition_penalty": Number(0.01, 100.0),
+        "n": whole(1, 128),
+        "min_tokens": whole(0, 1),  # beside max_tokens 1
+        "banned_token_ids": NOT_ALL_IDS,
+        "stop_token_ids": IDS,
+        "include_stop_str_in_output": Flag(),
+        "ignore_eos": Flag(),
+        "skip_special_tokens": Flag(),
+    }
+    for name, kind in numbers.items():
+        extra = (EVERY_ID, EVERY_ID[1:]) if isinstance(kind, ListOf) else ()
+        yield Parameter(name, kind, HTTP, extra=extra)
+        yield Parameter(name, kind, (ENGINE,), null=False, extra=extra)
+    yield Parameter("seed", whole(-INT63, INT63 - 1), HTTP)
+    yield Parameter("seed", whole(-INT63, INT63 - 1), (ENGINE,), refused=(None,))
+    yield Parameter("allowed_token_ids", ListOf(TOKEN_ID, 5, 1, 4096), everywhere)
+    other_than_5 = ListOf(TOKEN_ID, 6, 0, 4096, together=lambda ids: bool(set(ids) - {5}))
+    beside_a_ban = {"banned_token_ids": [5]}
+    yield Parameter("allowed_token_ids", other_than_5, everywhere, beside=beside_a_ban, extra=([5], [5] * 4096, [5, 6]))
+    yield Parameter("logit_bias", json_map(4096), HTTP)
+    yield Parameter("logit_bias", integer_map(4096), (ENGINE,), null=False)
+    yield Parameter("stop", Either((Text(1, 1024), STOP)), HTTP)
+    yield Parameter("stop", STOP, (ENGINE,), null=False)
+    yield Parameter("prompt_logprobs", COUNT20, everywhere)
+    yield Parameter("prompt_logprobs", COUNT20, (TEXT,), beside={"echo": True, "logprobs": 1})
+    yield Parameter("logprobs", COUNT20, (TEXT, ENGINE))
+    yield Parameter("logprobs", COUNT20, (TEXT,), beside={"echo": True})
+    room = whole(1, CONTEXT - len(PROMPT_IDS))
+    yield Parameter("max_tokens", room, (TEXT,), beside=ENDS_AT_ONCE)
+    yield Parameter("max_tokens", room, (ENGINE,), null=False, beside=ENDS_AT_ONCE)
+    yield Parameter("max_tokens", whole(1, CONTEXT - CHAT_PROMPT_TOKENS), (CHAT,), beside=ENDS_AT_ONCE)
+
+
+def _requests() -> Iterator[Parameter]:
+    """What only clients send."""
+    flags = ("stream", "add_special_tokens", "return_token_ids", "receipt", "prefix_cache")
+    yield from (Parameter(name, Flag(), HTTP) for name in flags)
+    yield from (Parameter(name, Flag(), (CHAT,)) for name in ("logprobs", "add_generation_prompt"))
+    yield Parameter("continue_final_message", Flag(), (CHAT,))
+    yield Parameter("echo", Flag(), (TEXT,))
+    yield Parameter("top_logprobs", COUNT20, (CHAT,), beside={"logprobs": True})
+    room = whole(1, CONTEXT - CHAT_PROMPT_TOKENS)
+    yield Parameter("max_completion_tokens", room, (CHAT,), beside=ENDS_AT_ONCE)
+    yield Parameter("priority", whole(-INT32, INT32 - 1), HTTP)
+    name = Text(0, 1024, words=(MODEL,))
+    too_long = ("x" * 1025, MEGABYTE_TEXT)
+    yield Parameter("model", name, HTTP, status=404, extra=("../etc",), refused=too_long)
+    yield Parameter("cache_salt", Text(0, 128, pattern=r"[\x21-\x7e]*"), HTTP, extra=("a b", "a\n", "\x7f", "~!"))
+    yield Parameter("user", Text(), HTTP)
+    yield Parameter("reasoning_effort", Text(), (CHAT,))
+    yield Parameter("bad_words", ListOf(Text(1, 128, words=ONE_TOKEN), "x", 0, 256), HTTP)
+    yield Parameter("modalities", ListOf(Text(words=("text",)), "text", 1, 1), (CHAT,))
+    yield Parameter("tools", ListOf(ANY_OBJECT, {}, 0, 256), (CHAT,))
+    yield Parameter("documents", ListOf(ANY_OBJECT, {}), (CHAT,))
+    yield Parameter("tool_choice", Text(words=("auto", "none")), (CHAT,))
+    kwargs = Object(({"a": 1}, {"messages": 5}, {"_a": 1}, {"chat_template": "x"}, {"a": math.nan}), is_template_kwargs)
+    yield Parameter("chat_template_kwargs", kwargs, (CHAT,))
+    formats = ({}, {"type": "text"}, {"type": "json_object"}, {"type": 5}, {"type": None}, {"type": []})
+    is_text = Object(formats, lambda value: value.get("type", "text") == "text")
+    yield Parameter("response_format", is_text, (CHAT,))
+    options = ({"include_usage": flag} for flag in (True, None, 1, "true", math.nan))
+    yield Parameter("stream_options", Object(tuple(options), is_stream_options), HTTP)
+    yield Parameter("an_unknown_field", Anything(), HTTP)
+    yield from (Parameter(name, Nothing(), (CHAT,)) for name in NOT_IN_CHAT)
+    yield from (Parameter(name, Nothing(), (TEXT,)) for name in NOT_IN_TEXT)
+    yield from (Parameter(name, Nothing(), HTTP) for name in NOWHERE)
+    texts = (MEGABYTE_TEXT, [MEGABYTE_TEXT])
+    yield Parameter("prompt", PROMPT, (TEXT,), null=False, required=True, refused=texts)
+    messages = ListOf(MESSAGE, PLAIN, 1, 16_384)
+    yield Parameter("messages", messages, (CHAT,), null=False, required=True, refused=TOO_LONG_CHATS)
+
+
+def _messages() -> Iterator[Parameter]:
+    """What only a gateway sends to a scheduler: the fields of `AddRequest`."""
+    name = Text(1, 128)
+    yield Parameter("request_id", name, (ENGINE,), null=False, param=ANY)
+    yield Parameter("aliases", ListOf(name, "a"), (ENGINE,), null=False, param=ANY)
+    prompt = ListOf(TOKEN_ID, 5, 1, CONTEXT - 1)
+    yield Parameter("prompt_token_ids", prompt, (ENGINE,), null=False, param="prompt")
+    yield Parameter("eos_token_ids", ListOf(TOKEN_ID, 5), (ENGINE,), null=False, extra=(EVERY_ID, [5] * 100_000))
+    emitted = ListOf(ListOf(TOKEN_ID, 5, 0, 1), [], 0, 1)
+    yield Parameter("emitted", emitted, (ENGINE,), null=False, extra=RESUMED, param=ANY)
+    any_integer = whole(-INT63, UINT64 - 1)
+    yield Parameter("priority", any_integer, (ENGINE,), null=False)
+    yield Parameter("deadline", AnyNumber(), (ENGINE,), null=False)
+    yield from (Parameter(text, Text(), (ENGINE,), null=False) for text in ("tenant", "cache_salt"))
+    yield Parameter("use_prefix_cache", Flag(), (ENGINE,), null=False)
+
+
+ROWS = (*_sampling(), *_requests(), *_messages())
+
+
+def cases(door: str) -> list[Case]:
+    """All that can be sent at a door, each value of a row once."""
+    found: list[Case] = []
+    for row in ROWS:
+        if door not in row.doors:
+            continue
+        values = [*COMMON, *row.kind.edges(), *row.extra, *row.refused]
+        if door == ENGINE:  # a record has all of its fields, and no text
+            values = [value for value in values if not isinstance(value, (Missing, Raw))]
+        for value in {f"{type(value).__name__} {value!r}": value for value in values}.values():
+            expected = expect_of_engine(row, value) if door == ENGINE else expect_of_gateway(row, value)
+            found.append(Case(len(found), door, row, value, expected))
+    return found
+
+
+def sample(every: list[Case], one_in: int) -> list[Case]:
+    """The same part in every run: each row has its share of it."""
+    return every[::one_in]
+
+
+def expect_of_gateway(row: Parameter, value: Any) -> Expected:
+    """The answer to an HTTP request with this value. null is absence."""
+    if value is Missing.MISSING or (value is None and (row.null or row.required)):
+        code = "missing_required_parameter"
+        return Expected(Outcome.REFUSED, 400, row.name, code) if row.required else Expected(Outcome.ACCEPTED)
+    if not is_json(value):
+        return Expected(Outcome.REFUSED, 400, None, "invalid_json")
+    if value in row.refused:
+        return Expected(Outcome.REFUSED, 400, row.name)
+    if row.kind.allows(value):
+        return Expected(Outcome.ACCEPTED)
+    return Expected(Outcome.REFUSED, row.status if row.kind.has_type(value) else 400, row.name)
+
+
+def expect_of_engine(row: Parameter, value: Any) -> Expected:
+    """What a scheduler does with an `AddRequest` that holds this value."""
+    if not is_encodable(value):
+        return Expected(Outcome.UNENCODABLE)
+    refused = Expected(Outcome.REFUSED, 400, row.param or row.name)
+    if value in row.refused:
+        return refused
+    if value is None:
+        return Expected(Outcome.ACCEPTED if row.null else Outcome.DROPPED)
+    if not row.kind.has_type(value):
+        return Expected(Outcome.DROPPED)
+    return Expected(Outcome.ACCEPTED) if row.kind.allows(value) else refused
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Every key and value in a value that is neither a list nor a map."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from leaves(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def is_text(value: str) -> bool:
+    """Whether UTF-8 has it."""
+    return _SURROGATE.search(value) is None
+
+
+def is_json(value: Any) -> bool:
+    """Whether JSON has it: no lone surrogate, no number that is none or beyond all bounds."""
+    return not any(
+        isinstance(leaf, Raw) or (isinstance(leaf, float) and not math.isfinite(leaf))
+        or (isinstance(leaf, str) and not is_text(leaf))
+        for leaf in leaves(value)
+    )  # fmt: skip
+
+
+def is_encodable(value: Any) -> bool:
+    """Whether msgpack has it: integers of 64 bits, and text."""
+    return not any(
+        (isinstance(leaf, int) and not -INT63 <= leaf < UINT64) or (isinstance(leaf, str) and not is_text(leaf))
+        for leaf in leaves(value)
+    )
