@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from novainfer.entrypoints.options import VARIABLE_PREFIX
 from novainfer.protocol.supervision import (
     ROLE_GATEWAY,
@@ -53,6 +55,7 @@ class ChildState:
     fault: str | None = None  # its last word, if it failed
     peer_lost: bool = False  # it failed only because another rank was gone
     process_file: int | None = None  # of a rank on this host: readable once the process is dead (pidfd_open(2))
+    spawned_at: float | None = None  # monotonic clock; of a child process of ours
     # As its pulses tell, on the monotonic clock. None: it has not been heard of since it was started.
     heard_at: float | None = None
     is_busy: bool = False
@@ -134,7 +137,7 @@ def spawn(child: ChildState, command: Sequence[str], environ: Mapping[str, str])
     Call it from the main thread: on Linux the child dies with the thread that started it.
     """
     child.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(environ), process_group=0)
-    child.pid = child.process.pid
+    child.pid, child.spawned_at = child.process.pid, time.monotonic()
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -156,6 +159,16 @@ def send_signal(children: Sequence[ChildState], number: signal.Signals) -> None:
     for child in children:
         if child.process is not None:
             child.process.send_signal(number)
+
+
+def is_stopped(child: ChildState) -> bool:
+    """A signal keeps it from running (state T). False for a rank of another host, of which we cannot know."""
+    if child.process is None and child.process_file is None:
+        return False
+    try:
+        return bool(psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill_all(children: Sequence[ChildState], *, patience: float = 5.0) -> None:

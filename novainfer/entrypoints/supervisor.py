@@ -22,6 +22,7 @@ from novainfer.entrypoints.children import (
     Phase,
     child_environment,
     exit_words,
+    is_stopped,
     kill_all,
     send_signal,
     spawn,
@@ -277,10 +278,10 @@ class Supervisor:
         away, self._last_turn = now - self._last_turn, now
         if away > server.hang_timeout / 2:
             forgive(list(self.table.children.values()), now)
-        found = hang(self.table.of(ROLE_WORKER), server, now)
+        found = hang(self.table.of(ROLE_WORKER), server, now, is_stopped=is_stopped)
         if found is not None:
             self._lose_workers(found[1])
-        found = hang(self.table.of(ROLE_SCHEDULER), server, now)
+        found = hang(self.table.of(ROLE_SCHEDULER), server, now, is_stopped=is_stopped)
         if found is not None:
             kill_all([found[0]])
             self._lose_scheduler(found[1])

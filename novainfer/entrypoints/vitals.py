@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from novainfer.config import ServerConfig
 from novainfer.entrypoints.children import ChildState, Phase
@@ -29,16 +29,19 @@ def forgive(children: Sequence[ChildState], now: float) -> None:
             heard(child, now)
 
 
-def hang(children: Sequence[ChildState], config: ServerConfig, now: float) -> tuple[ChildState, str] | None:
-    """The first of these processes (of one role) that hangs, and why."""
+def hang(
+    children: Sequence[ChildState], config: ServerConfig, now: float, *, is_stopped: Callable[[ChildState], bool]
+) -> tuple[ChildState, str] | None:
+    """The first of these processes (of one role) that hangs, and why. `is_stopped`: asked of one that is silent."""
     for child in children:
-        if child.heard_at is None or child.phase == Phase.EXITED:
+        since = child.heard_at if child.heard_at is not None else child.spawned_at
+        if since is None or child.phase == Phase.EXITED:
             continue
-        # While a rank loads, one call may keep the whole process from running.
-        is_loading = child.role == ROLE_WORKER and child.phase < Phase.READY
-        patience = config.stall_timeout if is_loading else config.hang_timeout
-        if now - child.heard_at > patience:
-            return child, f"{child.name} hangs: silent for {now - child.heard_at:.1f} s"
+        # Before the first word Python imports; while a rank loads, one call may keep the whole process from running.
+        is_loading = child.heard_at is None or (child.role == ROLE_WORKER and child.phase < Phase.READY)
+        silence = now - since
+        if silence > (config.stall_timeout if is_loading and not is_stopped(child) else config.hang_timeout):
+            return child, f"{child.name} hangs: silent for {silence:.1f} s"
         if child.is_busy and not is_loading:
             # All ranks get the same plans. A step that one has got and another not, from a dying scheduler, never ends.
             is_alone = any(not other.is_busy for other in children)

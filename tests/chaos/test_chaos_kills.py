@@ -77,6 +77,12 @@ def kill_a_rank_and_its_successor(server: RunningServer, streams: Streams) -> No
     strike(server, "worker 0.0", KILL)
 
 
+def stop_the_successor_of_the_scheduler(server: RunningServer, streams: Streams) -> None:
+    old = strike(server, "scheduler 0", KILL)
+    wait_replaced(server, "scheduler 0", old)
+    strike(server, "scheduler 0", STOP)  # it has hardly said a word
+
+
 def kill_the_scheduler_and_its_successor(server: RunningServer, streams: Streams) -> None:
     old = strike(server, "scheduler 0", KILL)
     wait_replaced(server, "scheduler 0", old)
@@ -108,6 +114,7 @@ DISTURBANCES: list[Disturb] = [
     kill_the_scheduler,
     stop_the_scheduler,
     kill_a_rank_and_its_successor,
+    stop_the_successor_of_the_scheduler,
     kill_the_scheduler_and_its_successor,
     kill_all_at_once,
     kill_one_after_the_other,

@@ -26,8 +26,8 @@ def pulse(child: ChildState, now: float, *, is_busy: bool, progress: int) -> Non
     felt(child, RankPulse(child.index, 1, is_busy, progress), now)
 
 
-def words(children: list[ChildState], now: float) -> str | None:
-    found = hang(children, CONFIG, now)
+def words(children: list[ChildState], now: float, *, stopped: bool = False) -> str | None:
+    found = hang(children, CONFIG, now, is_stopped=lambda child: stopped)
     return None if found is None else found[1]
 
 
@@ -39,6 +39,20 @@ def test_given_a_rank_that_was_never_heard_when_time_passes_then_it_does_not_han
 def test_given_a_silent_rank_when_its_patience_is_over_then_it_hangs(phase: Phase, patience: float) -> None:
     assert words([rank(phase=phase)], patience) is None
     assert words([rank(phase=phase)], patience + 0.1) == f"worker 0 hangs: silent for {patience + 0.1:.1f} s"
+
+
+def test_given_a_loading_rank_that_is_stopped_when_it_is_silent_then_it_hangs_as_soon_as_a_ready_one() -> None:
+    assert words([rank(phase=Phase.STARTED)], 4.0, stopped=True) is None
+    assert words([rank(phase=Phase.STARTED)], 4.1, stopped=True) == "worker 0 hangs: silent for 4.1 s"
+
+
+@pytest.mark.parametrize(("stopped", "patience"), [(True, 4.0), (False, 60.0)])
+def test_given_a_process_that_has_not_said_a_word_when_its_patience_is_over_then_it_hangs(
+    stopped: bool, patience: float
+) -> None:
+    child = ChildState("scheduler", 0, 1, spawned_at=0.0)
+    assert words([child], patience, stopped=stopped) is None
+    assert words([child], patience + 0.1, stopped=stopped) is not None
 
 
 def test_given_a_scheduler_without_workers_when_it_is_silent_then_it_hangs_as_soon_as_one_with_them() -> None:
