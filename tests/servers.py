@@ -108,7 +108,7 @@ class RunningServer:
     def wait_until_ready(self) -> None:
         """Block until `/readyz` says so, after something has been replaced."""
         with self.http() as http:
-            while http.get("/readyz").status_code != 200:
+            while not _is_ready(http):
                 assert self.process.poll() is None, self.errors
 
     def wait_until_nothing_is_held(self) -> None:
@@ -159,6 +159,13 @@ class RunningServer:
                 self._is_ready.set()
         self._is_ready.set()  # it ended: nobody may wait any longer
         self.process.stdout.close()
+
+
+def _is_ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/readyz").status_code == 200
+    except httpx.TransportError:  # a gateway is being replaced
+        return False
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:

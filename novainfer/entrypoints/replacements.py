@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from novainfer.config import ServerConfig
-from novainfer.entrypoints.restarts import Restarts
+from novainfer.entrypoints.restarts import GATEWAY_STABLE_SECONDS, STABLE_SECONDS, Restarts
 
 
 class Replacements:
@@ -12,8 +12,8 @@ class Replacements:
     def __init__(self, config: ServerConfig, now: float) -> None:
         """Engine and gateways may each be restarted `max_restarts` times in a row."""
         self._start_timeout = config.start_timeout
-        self._engine = Restarts(config.max_restarts)
-        self._gateways = Restarts(config.max_restarts)
+        self._engine = Restarts(config.max_restarts, STABLE_SECONDS)
+        self._gateways = Restarts(config.max_restarts, GATEWAY_STABLE_SECONDS)
         self._began: float | None = None
         self._due: dict[tuple[str, int], float] = {}
         self.ready_by = now + config.start_timeout

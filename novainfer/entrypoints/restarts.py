@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before the next start, by deaths since a step last ended; then the last
-STABLE_SECONDS = 60.0  # an idle server proves itself by living so long
+STABLE_SECONDS = 60.0  # an idle engine proves itself by living so long
+GATEWAY_STABLE_SECONDS = 5.0  # a gateway has no other proof
 
 
 class Restarts:
-    """Counts deaths of worker groups and schedulers between two signs that the engine works."""
+    """Counts deaths (of worker groups and schedulers, or of gateways) between two signs that they work."""
 
-    def __init__(self, max_restarts: int) -> None:
+    def __init__(self, max_restarts: int, stable_seconds: float) -> None:
         self._max_restarts = max_restarts
+        self._stable_seconds = stable_seconds
         self._deaths = 0
         self._serves_since: float | None = None
 
     def delay(self, now: float) -> float | None:
         """Something has died: seconds until its replacement may start; None = there have been too many, give up."""
-        if self._serves_since is not None and now - self._serves_since > STABLE_SECONDS:
+        if self._serves_since is not None and now - self._serves_since > self._stable_seconds:
             self._deaths = 0
         self._serves_since = None
         if self._deaths >= self._max_restarts:

@@ -50,7 +50,7 @@ def make_requests(rng: random.Random, count: int) -> list[Request]:
     """Short and long ones, of every kind of parameter."""
     requests: list[Request] = []
     for number in range(count):
-        options = {**OPTIONS[number % len(OPTIONS)], "seed": number, "max_tokens": rng.choice([20, 80, 160, 300])}
+        options = {**OPTIONS[number % len(OPTIONS)], "seed": number, "max_tokens": rng.choice([12, 20, 40, 80, 160])}
         options["ignore_eos"] = rng.random() < 0.8
         if number % 4 == 3:
             options["logprobs"] = 1 if options.pop("logprobs", False) else None

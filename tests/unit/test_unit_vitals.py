@@ -94,13 +94,13 @@ def test_given_a_supervisor_that_was_away_when_it_is_back_then_nobody_is_to_blam
 
 
 def test_given_deaths_without_a_step_when_there_were_six_then_it_is_given_up() -> None:
-    restarts = Restarts(len(DELAYS))
+    restarts = Restarts(len(DELAYS), STABLE_SECONDS)
     assert [restarts.delay(0.0) for _ in range(6)] == [0.0, 1.0, 2.0, 4.0, 8.0, None]
 
 
 @pytest.mark.parametrize("sign", ["step", "long life"])
 def test_given_deaths_when_the_engine_works_in_between_then_they_are_forgotten(sign: str) -> None:
-    restarts = Restarts(len(DELAYS))
+    restarts = Restarts(len(DELAYS), STABLE_SECONDS)
     for _ in range(20):
         assert restarts.delay(1000.0) == 0.0
         assert restarts.delay(1000.0) == 1.0
@@ -119,6 +119,13 @@ def test_gateways_that_die_again_and_again_when_replaced_then_they_are_given_up_
     assert tuple(delays) == DELAYS
     assert replacements.gateway_died(4.0) is None
     assert replacements.engine_died(4.0) == 0.0
+
+
+def test_gateways_that_die_now_and_then_when_each_has_served_for_a_while_then_they_are_replaced_at_once() -> None:
+    replacements = Replacements(ServerConfig(), 0.0)
+    for number in range(20):
+        assert replacements.gateway_died(10.0 * number) == 0.0
+        replacements.all_ready(10.0 * number + 1.0)
 
 
 def test_replacements_when_their_time_comes_then_each_is_due_once() -> None:
