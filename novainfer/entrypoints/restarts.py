@@ -28,7 +28,7 @@ class Restarts:
 
     def serves(self, now: float) -> None:
         """Everything has been replaced and is ready."""
-        self._serves_since = now
+        self._serves_since = now if self._serves_since is None else self._serves_since
 
     def step_ended(self) -> None:
         """The engine works."""

@@ -102,10 +102,8 @@ class Crowd:
         self._readers = [self._pool.submit(self._run, random.Random(number)) for number in range(size)]
 
     def stop(self) -> None:
-        """Let every stream end, then return. Raises what failed in a reader."""
+        """Let every stream end, then return."""
         self._stop = True
-        for reader in self._readers:
-            reader.result()
         self._pool.shutdown()
 
     def wait(self, condition: Callable[[], bool]) -> None:
@@ -121,9 +119,15 @@ class Crowd:
             life = Life(number)
             with self._changed:
                 self.lives.append(life)
-            answer = read(self._server, *self._requests[number], lambda what, _, life=life: self._told(life, what))
+            try:
+                answer = read(self._server, *self._requests[number], lambda what, _, life=life: self._told(life, what))
+            except Exception as error:  # whatever it is, it belongs into the report
+                life.error = repr(error)
+                raise
             life.is_exact = answer == self._oracle[number]
             life.error = answer.error or (None if life.is_exact else _difference(answer, self._oracle[number]))
+            if life.error is not None:
+                print(f"NOT EXACT: request {number}: {life.error[:600]}", file=sys.stderr, flush=True)
 
     def _told(self, life: Life, what: str) -> None:
         with self._changed:
@@ -148,13 +152,15 @@ class Nemesis:
     )  # fmt: skip
     MOMENTS = ("any", "any", "request sent", "while loading", "just back")
 
-    def __init__(self, server: RunningServer, crowd: Crowd, rng: random.Random) -> None:
+    def __init__(self, server: RunningServer, crowd: Crowd, rng: random.Random, victims: str) -> None:
+        """`victims`: those whose name begins so; "" = all kinds."""
         self._server, self._crowd, self._rng = server, crowd, rng
+        self._blows = [blow for blow in self.BLOWS if blow[1].startswith(victims)]
         self.kills: list[Kill] = []
 
     def strike(self) -> Kill:
         """One blow at one moment; the second of two falls while the first is being mended, or just after it."""
-        what, title, _ = self._rng.choices(self.BLOWS, [weight for *_, weight in self.BLOWS])[0]
+        what, title, _ = self._rng.choices(self._blows, [weight for *_, weight in self._blows])[0]
         kill = Kill(len(self.kills), what, title, self._rng.choice(self.MOMENTS))
         if kill.moment == "request sent":
             sent = self._crowd.num_sent
@@ -243,7 +249,9 @@ def _groups(kills: list[Kill]) -> dict[str, list[Kill]]:
     return groups
 
 
-def loop(server: RunningServer, *, kills: int, streams: int, seed: int, out: TextIO | None) -> bool:
+def loop(
+    server: RunningServer, *, kills: int, streams: int, seed: int, out: TextIO | None = None, victims: str = ""
+) -> bool:
     """Strike so often; True if every stream was exact and nothing is held in the end."""
     requests = make_requests(random.Random(seed), 48)
     with ThreadPoolExecutor(16) as pool:
@@ -252,7 +260,7 @@ def loop(server: RunningServer, *, kills: int, streams: int, seed: int, out: Tex
     if failed:
         raise RuntimeError(f"the undisturbed server failed: {failed[0]}")
     crowd = Crowd(server, requests, oracle, streams)
-    nemesis = Nemesis(server, crowd, random.Random(seed + 1))
+    nemesis = Nemesis(server, crowd, random.Random(seed + 1), victims)
     try:
         for _ in range(kills):
             kill = nemesis.strike()
@@ -273,13 +281,21 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--victims", default="", help="only those whose name begins so: worker, scheduler, raylet, ...")
     parser.add_argument("--report", type=Path, help="file for one line of JSON per kill and stream")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-loop-") as folder:
         server = RunningServer("--tensor-parallel-size", str(options.ranks), log=Path(folder) / "log")
         try:
             with open(options.report or "/dev/null", "w", encoding="utf-8") as out:
-                is_exact = loop(server, kills=options.kills, streams=options.streams, seed=options.seed, out=out)
+                is_exact = loop(
+                    server,
+                    kills=options.kills,
+                    streams=options.streams,
+                    seed=options.seed,
+                    out=out,
+                    victims=options.victims,
+                )
             server.stop()
         finally:
             if server.process.poll() is None:

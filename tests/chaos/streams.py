@@ -130,6 +130,9 @@ def _read_stream(
     while True:
         try:
             with server.http() as http, http.stream(method, url, **sent) as reply:  # type: ignore[arg-type]
+                if reply.status_code == 404 and method == "GET" and not place:
+                    method, url, sent = "POST", path, {"json": body, "headers": {"x-request-id": request_id}}
+                    continue  # it was never accepted
                 if reply.status_code != 200:
                     answer.error = f"{method}: {reply.status_code} {reply.read().decode()}"
                     return
