@@ -113,7 +113,7 @@ class ServerConfig:
     start_timeout: float = option(600.0, "Seconds from start until every process must be ready.")
     hang_timeout: float = option(4.0, "Seconds of silence after which a rank or the scheduler counts as hung.")
     max_restarts: int = option(5, "Deaths in a row, no step in between, that are mended; one more ends the server.")
-    orphan_grace: float = option(10.0, "Seconds that a request outlives its gateway, to be fetched by its id.")
+    orphan_grace: float = option(30.0, "Seconds that a request outlives its gateway, to be fetched by its id.")
     stall_timeout: float = option(60.0, "Seconds that a rank may spend on one layer before it counts as hung.")
     run_dir: str | None = option(None, "Directory for sockets (0700); default: a new temporary one.")
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before the next start, by deaths since a step last ended; then the last
 STABLE_SECONDS = 60.0  # an idle engine proves itself by living so long
-GATEWAY_STABLE_SECONDS = 5.0  # a gateway has no other proof
+GATEWAY_STABLE_SECONDS = 0.0  # one that became ready works: what it died of came later
 
 
 class Restarts:
@@ -18,7 +18,7 @@ class Restarts:
 
     def delay(self, now: float) -> float | None:
         """Something has died: seconds until its replacement may start; None = there have been too many, give up."""
-        if self._serves_since is not None and now - self._serves_since > self._stable_seconds:
+        if self._serves_since is not None and now - self._serves_since >= self._stable_seconds:
             self._deaths = 0
         self._serves_since = None
         if self._deaths >= self._max_restarts:

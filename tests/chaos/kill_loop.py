@@ -168,12 +168,12 @@ class Nemesis:
         elif kill.moment == "any":
             seen = self._crowd.num_events + self._rng.randrange(50)
             self._crowd.wait(lambda: self._crowd.num_events >= seen)
-        elif kill.moment == "just back":
-            self._server.wait_until_ready()
+        if kill.moment == "just back" or kill.title == "gateway":
+            self._server.wait_until_ready()  # gateway and scheduler dead at once: then nobody has the streams
         self.kills.append(kill)
         kill.at = time.monotonic()
         self._blow(kill)
-        if self._rng.random() < 0.85:  # else the next blow meets what this one has left
+        if kill.title == "gateway" or self._rng.random() < 0.85:  # else the next blow meets what this one has left
             self._recover()
         return kill
 

@@ -114,18 +114,17 @@ def test_gateways_that_die_again_and_again_when_replaced_then_they_are_given_up_
     delays = []
     for _ in range(len(DELAYS)):
         delays.append(replacements.gateway_died(1.0))
-        assert replacements.is_going_on
-        assert replacements.all_ready(3.0) == 2.0
     assert tuple(delays) == DELAYS
     assert replacements.gateway_died(4.0) is None
     assert replacements.engine_died(4.0) == 0.0
 
 
-def test_gateways_that_die_now_and_then_when_each_has_served_for_a_while_then_they_are_replaced_at_once() -> None:
+def test_gateways_that_die_again_and_again_when_each_was_ready_then_they_are_replaced_at_once() -> None:
     replacements = Replacements(ServerConfig(), 0.0)
     for number in range(20):
         assert replacements.gateway_died(10.0 * number) == 0.0
-        replacements.all_ready(10.0 * number + 1.0)
+        assert replacements.is_going_on
+        assert replacements.all_ready(10.0 * number + 1.0) == 1.0
 
 
 def test_replacements_when_their_time_comes_then_each_is_due_once() -> None:
