@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +21,9 @@ from typing import Any
 import httpx
 import zmq
 
+from novainfer.errors import ProtocolError
+from novainfer.protocol.codec import Schema
+from novainfer.protocol.link import Packet
 from novainfer.protocol.messages import (
     GATEWAY_SCHEMA,
     AddRequest,
@@ -26,6 +31,7 @@ from novainfer.protocol.messages import (
     CancelAlias,
     EngineInfo,
     EngineStats,
+    Heartbeat,
     Hello,
     OutputBatch,
     RequestRejected,
@@ -45,6 +51,8 @@ from tests.safety.table import (
     Raw,
 )
 from tests.servers import RunningServer
+
+_HEADER = struct.Struct("<QQ")  # of a packet: link, number
 
 PATHS = {CHAT: "/v1/chat/completions", "text": "/v1/completions"}
 JSON = {"content-type": "application/json"}
@@ -193,6 +201,15 @@ def _compare_witness(http: httpx.Client, report: Report, alone: list[int]) -> No
         report.wrong.append(f"the witness got {ids}, and {alone} when it was alone")
 
 
+def is_record(schema: Schema, frame: bytes) -> bool:
+    """Whether a peer would take it for a message."""
+    try:
+        schema.decode(frame)
+    except ProtocolError:
+        return False
+    return True
+
+
 class SchedulerDoor:
     """A gateway of our own making. Use as a context manager."""
 
@@ -200,13 +217,13 @@ class SchedulerDoor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = connect_dealer(self._context, run_dir.gateways(0), b"probe")
         self._queries = 0
+        self._link = time.monotonic_ns()
+        self._num_sent = self._num_taken = 0
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, list[str]] = {}  # the reasons of a request's choices
         self.rejected: dict[str, RequestRejected] = {}
         self.stats: EngineStats | None = None
-        self.send(Hello("a probe"))
-        while not isinstance(self._receive(), EngineInfo):
-            pass
+        self.relink()
 
     def __enter__(self) -> SchedulerDoor:
         return self
@@ -220,8 +237,25 @@ class SchedulerDoor:
         self.send_frame(GATEWAY_SCHEMA.encode(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """Any bytes."""
-        self._socket.send(frame)
+        """Any bytes as the next packet. One that is no record is dropped, and its number is still to come."""
+        self._socket.send_multipart([_HEADER.pack(self._link, self._num_sent), frame])
+        self._num_sent += is_record(GATEWAY_SCHEMA, frame)
+
+    def relink(self) -> None:
+        """A new link, whatever has become of the old one."""
+        self._say_hello()
+        while not isinstance(self._receive(), EngineInfo):
+            pass
+
+    def send_mutant(self, frame: bytes) -> None:
+        """Any bytes in a link of their own. Afterwards `relink`."""
+        self._say_hello()
+        self.send_frame(frame)
+
+    def _say_hello(self) -> None:
+        self._link += 1
+        self._num_sent = self._num_taken = 0
+        self.send(Hello("a probe"))
 
     def barrier(self) -> None:
         """Wait until all that was sent has been read."""
@@ -239,7 +273,11 @@ class SchedulerDoor:
 
     def _receive(self) -> object:
         assert self._socket.poll(PATIENCE), "the scheduler has nothing more to say"
-        message = GATEWAY_SCHEMA.decode(self._socket.recv())
+        packet = Packet.of(self._socket.recv_multipart())
+        message = packet.message
+        if packet.link != self._link:
+            return None
+        self._num_taken += 1
         if isinstance(message, OutputBatch):
             for output in message.outputs:
                 self.tokens.setdefault(f"{output.request_id}/{output.choice}", []).extend(output.token_ids)
@@ -249,6 +287,7 @@ class SchedulerDoor:
             self.rejected[message.request_id] = message
         elif isinstance(message, EngineStats):
             self.stats = message
+            self.send(Heartbeat(self._num_taken))
         return message
 
 

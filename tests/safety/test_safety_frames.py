@@ -10,13 +10,12 @@ import httpx
 import pytest
 import zmq
 
-from novainfer.errors import ProtocolError
 from novainfer.protocol.codec import Schema
 from novainfer.protocol.messages import GATEWAY_SCHEMA
 from novainfer.protocol.step import WORKER_SCHEMA
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import connect_dealer
-from tests.safety.doors import PATHS, SchedulerDoor, pids
+from tests.safety.doors import PATHS, SchedulerDoor, is_record, pids
 from tests.safety.frames import SCHEMAS, Mutator, decode_many, valid_frames
 from tests.servers import RunningServer
 
@@ -55,21 +54,13 @@ def tokens(reply: httpx.Response) -> list[int]:
     return [i for event in events[:-1] for c in json.loads(event)["choices"] for i in c.get("token_ids", [])]
 
 
-def is_record(frame: bytes) -> bool:
-    try:
-        WORKER_SCHEMA.decode(frame)
-    except ProtocolError:
-        return False
-    return True
-
-
 def test_given_mutated_frames_when_sent_to_a_busy_scheduler_then_nothing_dies_and_a_stream_goes_on(
     target: tuple[RunningServer, RunDir],
 ) -> None:
     server, run_dir = target
     before = pids(server)
     # A rank is believed: what is a record, of whichever group, is not for this test.
-    to_workers = [frame for frame in islice(mutants(WORKER_SCHEMA, 2), SENT) if not is_record(frame)]
+    to_workers = [frame for frame in islice(mutants(WORKER_SCHEMA, 2), SENT) if not is_record(WORKER_SCHEMA, frame)]
     dropped = "dropped a message of b'stranger'"
     already = server.errors.count(dropped)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -79,10 +70,11 @@ def test_given_mutated_frames_when_sent_to_a_busy_scheduler_then_nothing_dies_an
         with http.stream("POST", PATHS["text"], json=STREAM) as reply:
             assert reply.status_code == 200
             for frame in islice(mutants(GATEWAY_SCHEMA, 2), SENT):
-                door.send_frame(frame)
+                door.send_mutant(frame)
             for frame in to_workers:
                 stranger.send(frame)
             stranger.send_multipart([to_workers[0]] * 3)
+            door.relink()
             door.barrier()
             assert tokens(reply) == alone
         while server.errors.count(dropped) < already + len(to_workers):
