@@ -156,11 +156,14 @@ class Nemesis:
         """`victims`: those whose name begins so; "" = all kinds."""
         self._server, self._crowd, self._rng = server, crowd, rng
         self._blows = [blow for blow in self.BLOWS if blow[1].startswith(victims)]
+        self._is_whole = True
         self.kills: list[Kill] = []
 
     def strike(self) -> Kill:
         """One blow at one moment; the second of two falls while the first is being mended, or just after it."""
-        what, title, _ = self._rng.choices(self._blows, [weight for *_, weight in self._blows])[0]
+        # Gateway and scheduler dead at once: then nobody has the streams.
+        blows = [blow for blow in self._blows if self._is_whole or blow[1] != "gateway"] or self._blows
+        what, title, _ = self._rng.choices(blows, [weight for *_, weight in blows])[0]
         kill = Kill(len(self.kills), what, title, self._rng.choice(self.MOMENTS))
         if kill.moment == "request sent":
             sent = self._crowd.num_sent
@@ -168,12 +171,14 @@ class Nemesis:
         elif kill.moment == "any":
             seen = self._crowd.num_events + self._rng.randrange(50)
             self._crowd.wait(lambda: self._crowd.num_events >= seen)
-        if kill.moment == "just back" or kill.title == "gateway":
-            self._server.wait_until_ready()  # gateway and scheduler dead at once: then nobody has the streams
+        if kill.moment == "just back":
+            self._server.wait_until_ready()
         self.kills.append(kill)
         kill.at = time.monotonic()
         self._blow(kill)
-        if kill.title == "gateway" or self._rng.random() < 0.85:  # else the next blow meets what this one has left
+        # Now and then the next blow meets what this one has left.
+        self._is_whole = kill.title == "gateway" or self._rng.random() < 0.85
+        if self._is_whole:
             self._recover()
         return kill
 
