@@ -83,6 +83,7 @@ class Replica:
     def _advance(self, now: float) -> bool:
         if self._engine is not None:
             self._publish(self._engine.scheduler.expire(now), [])
+            self._refuse(self._engine.scheduler.give_up_waiting(now))
         if self._have_failed:
             with suppress(EngineError):
                 self._executor.listen()  # what is not read would wake us again and again
@@ -216,6 +217,13 @@ class Replica:
         step = self._engine.scheduler.step if self._engine is not None else 0
         for identity, (tokens, logprobs) in by_gateway.items():
             self._send(identity, OutputBatch(self._epoch, step, tokens, logprobs))
+
+    def _refuse(self, refused: list[RequestRejected]) -> None:
+        """Requests that were accepted, and will not be run after all."""
+        for rejected in refused:
+            identity = self._owner.pop(rejected.request_id, None)
+            if identity is not None:
+                self._send(identity, rejected)
 
     def _publish_stats(self, now: float) -> None:
         if now < self._next_stats:
