@@ -13,7 +13,15 @@ from urllib.parse import urlsplit
 
 
 class RequestError(Exception):
-    """The request did not end as it should; the text says how."""
+    """The request did not end as it should; the text says how.
+
+    `status` and `headers` (names in lower case) are those of an answer that is no stream, else 0 and none.
+    """
+
+    def __init__(self, text: str, status: int = 0, headers: dict[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = headers or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +71,12 @@ class Target:
 
 
 async def _read_events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    status, is_chunked = await _read_head(reader)
+    status, headers = await _read_head(reader)
     if status != 200:
         text = (await reader.read(4096)).decode(errors="replace")
-        raise RequestError(f"HTTP {status}: {' '.join(text.split())[:200]}")
+        raise RequestError(f"HTTP {status}: {' '.join(text.split())[:200]}", status, headers)
     pending = b""
-    async for piece in _pieces(reader, is_chunked):
+    async for piece in _pieces(reader, "chunked" in headers.get("transfer-encoding", "")):
         *blocks, pending = (pending + piece).split(b"\n\n")
         for block in blocks:
             if not block.startswith(b"data:"):
@@ -83,10 +91,10 @@ async def _read_events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, 
     raise RequestError("the stream broke off")
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:
-    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
-    is_chunked = any(line.startswith("transfer-encoding:") and "chunked" in line for line in lines)
-    return int(lines[0].split()[1]), is_chunked
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
+    fields = [line.partition(":") for line in lines if line]
+    return int(first.split()[1]), {name: value.strip() for name, _, value in fields}
 
 
 async def _pieces(reader: asyncio.StreamReader, is_chunked: bool) -> AsyncIterator[bytes]:

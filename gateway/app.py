@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from gateway.auth import AuthMiddleware, KeyRing
 from gateway.context import ContextMiddleware
 from gateway.errors import to_api_error
+from gateway.limits import QUOTA_HEADERS
 from gateway.openapi import EVENTS, RouteSpec, describe
 from gateway.openapi_schemas import STATE, ModelBounds
 from gateway.routes import chat, completions, health, models, requests, streams, tokenize
@@ -27,6 +28,9 @@ from gateway.routes.endpoint import Call, json_response, route
 from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from gateway.service import GatewayService
 from novainfer import __version__
+
+# What a page of another origin may read of an answer, beside its body.
+_EXPOSED = ("x-request-id", "x-novainfer-ignored", "x-novainfer-mode", "retry-after", *QUOTA_HEADERS)
 
 
 async def openapi(call: Call) -> Response:
@@ -93,7 +97,7 @@ def _middleware(service: GatewayService, keys: KeyRing) -> list[Middleware]:
                 allow_origins=list(origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "x-novainfer-ignored", "x-novainfer-mode", "retry-after"],
+                expose_headers=_EXPOSED,
             )
         )
     return [*layers, Middleware(AuthMiddleware, keys)]

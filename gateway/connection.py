@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with bounds that it lacks: how long headers may take, and how large they may be."""
+"""uvicorn's HTTP protocol with bounds that it lacks: on headers, their time and size; on answers that nobody reads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Closes a connection whose request line and headers come too slowly or are too large.
 
     The clock runs from the connection, or from the first byte of a later request, until the headers are complete;
-    between requests uvicorn's own keep-alive timeout rules.
+    between requests uvicorn's own keep-alive timeout rules. A connection that has more to send than its buffers hold,
+    and gets rid of none of it for `stall_seconds`, is cut: to close it would mean to wait for its client.
     """
+
+    stall_seconds = 30.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._start_header_timer()
+        self._stall_timer: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -54,6 +59,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         self.transport.close()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def _watch_writing(self) -> None:
+        self._stop_stall_timer()
+        left = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(self.stall_seconds, self._cut_if_stalled, left)
+
+    def _cut_if_stalled(self, left: int) -> None:
+        if self.transport.get_write_buffer_size() < left:
+            self._watch_writing()
+        else:
+            self.transport.abort()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
@@ -61,3 +90,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def bounded_protocol(stall_seconds: float) -> type[BoundedHttpProtocol]:
+    """The protocol with this patience, as uvicorn wants it: a class."""
+    return type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"stall_seconds": stall_seconds})

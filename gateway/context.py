@@ -6,6 +6,7 @@ That layer gives every answer its `x-request-id` and timing headers, turns what 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import to_api_error
+from gateway.limits import Permit
 from gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,14 @@ class RequestInfo:
     tenant: str = ""
     status: int = 0
     body_bytes: int = 0
+    time_limit: float = math.inf  # seconds from `started`
+    permit: Permit = field(default_factory=Permit.none)  # what it holds
+    headers: dict[str, str] = field(default_factory=dict)  # of its answer, whatever that is
+
+    @property
+    def time_left(self) -> float:
+        """Seconds; may be below 0."""
+        return self.time_limit - (time.perf_counter() - self.started)
 
 
 def request_info(scope: Scope) -> RequestInfo:
@@ -84,4 +94,5 @@ def _headers(info: RequestInfo) -> list[tuple[bytes, bytes]]:
         (b"x-request-id", info.request_id.encode()),
         (b"openai-processing-ms", str(round(elapsed)).encode()),
         (b"openai-version", b"2020-10-01"),
+        *((name.encode(), value.encode()) for name, value in info.headers.items()),
     ]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
+from novainfer.errors import DeadlineError, EngineError, InvalidRequestError, OverloadedError
 
 MAX_MESSAGE_CHARS = 1024
+_MAX_JITTER = 0.25  # of Retry-After
 
 
 class ApiError(Exception):
@@ -52,14 +54,20 @@ class ApiError(Exception):
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
 
 
-def to_api_error(error: Exception) -> ApiError:
-    """The answer to any exception. What is not raised on purpose becomes a 500 that tells nothing of the inside."""
+def to_api_error(error: Exception, request_id: str = "") -> ApiError:
+    """The answer to any exception. What is not raised on purpose becomes a 500 that tells nothing of the inside.
+
+    `request_id`: whose answer it is; those who were refused together shall not come back together.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):
         return ApiError(400, error.message, error.code, error.param)
     if isinstance(error, OverloadedError):
-        return _overloaded(error)
+        return _overloaded(error, request_id)
+    if isinstance(error, DeadlineError):
+        # The client's time is over; a retry would take as long.
+        return ApiError(504, str(error), "request_timeout", None, {"x-should-retry": "false"})
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         return ApiError(error.status_code, f"{error.detail}.", _CODES.get(error.status_code), None, headers)
@@ -68,8 +76,9 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "The server failed to answer this request.", "internal_error")
 
 
-def _overloaded(error: OverloadedError) -> ApiError:
-    seconds = max(error.retry_after, 0.05)
+def _overloaded(error: OverloadedError, request_id: str) -> ApiError:
+    jitter = zlib.crc32(request_id.encode()) / 2**32 if request_id else 0.0
+    seconds = max(error.retry_after, 0.05) * (1.0 + _MAX_JITTER * jitter)
     headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
     code = "rate_limit_exceeded" if error.status == 429 else "overloaded"
     return ApiError(error.status, error.message, code, None, headers)

@@ -13,9 +13,11 @@ from typing import Any
 from starlette.types import Receive
 
 from gateway.body import ClientGone
+from gateway.context import RequestInfo
 from gateway.metrics import GatewayMetrics
 from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, TokenText, describe_prompt, describe_token
 from novainfer.client.stream import RequestStream
+from novainfer.errors import DeadlineError
 from novainfer.protocol.messages import FINISH_CANCELLED, EngineInfo, Logprobs, PromptLogprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
@@ -41,7 +43,7 @@ class PromptState:
 class Generation:
     """Turns the outputs of a `RequestStream` into deltas and counts. Close it in the end.
 
-    `started`: when the HTTP request came, on the `time.perf_counter` clock. `engine`: what it said of itself then.
+    `info`: the HTTP request that it answers. `engine`: what it said of itself then.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Generation:
         metrics: GatewayMetrics,
         *,
         engine: EngineInfo,
-        started: float,
+        info: RequestInfo,
         after_prompt: bool,
     ) -> None:
         self.prompts = prompts
@@ -62,7 +64,8 @@ class Generation:
         self._stream = stream
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._started = started
+        self._info = info
+        self._failure: DeadlineError | None = None
         self._n = prompts[0].params.n
         self._prompt_of = {prompt.request_id: number for number, prompt in enumerate(prompts)}
         self.outputs = [
@@ -97,8 +100,7 @@ class Generation:
 
     def take(self) -> list[ChoiceDelta]:
         """The deltas that are ready. Raises what ended the generation early, `ClientGone` among that."""
-        if self.client_gone:
-            raise ClientGone
+        self._check()
         deltas = [self._fresh(item) for item in self._stream.take_ready()]
         return [delta for delta in deltas if delta is not None]
 
@@ -116,9 +118,14 @@ class Generation:
                 sum_.finish_reason, sum_.stop_reason = delta.finish_reason, delta.stop_reason
         for sum_, parts in zip(whole, texts, strict=True):
             sum_.text = "".join(parts)
+        self._check()
+        return whole
+
+    def _check(self) -> None:
         if self.client_gone:
             raise ClientGone
-        return whole
+        if self._failure is not None:
+            raise self._failure
 
     def prompt_of(self, choice: int) -> PromptState:
         """The prompt that a choice belongs to."""
@@ -149,6 +156,18 @@ class Generation:
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all prompts and outputs so far."""
+        return sum(len(p.token_ids) for p in self.prompts) + sum(output.num_tokens for output in self.outputs)
+
+    def expire(self) -> None:
+        """Its time is over: what can still be taken is the error that says so."""
+        count = sum(output.num_tokens for output in self.outputs)
+        stage = f"its tokens were generated ({count} so far)" if count else "it waited for its first token"
+        self._failure = DeadlineError(f"The request's time limit of {self._info.time_limit:g} s passed while {stage}.")
+        self._stream.close()
+
     def cancel(self) -> None:
         """End every choice with the finish reason 'cancelled'."""
         self._stream.close()
@@ -159,7 +178,7 @@ class Generation:
         if self._watcher is not None:
             self._watcher.cancel()
         if all(output.finish_reason not in (None, FINISH_CANCELLED) for output in self.outputs):
-            self._metrics.whole.observe(time.perf_counter() - self._started)
+            self._metrics.whole.observe(time.perf_counter() - self._info.started)
 
     def _fresh(self, item: TokenOutput | PromptLogprobs) -> ChoiceDelta | None:
         """What of an output was not told before; all of it is applied."""
@@ -186,6 +205,7 @@ class Generation:
             return None
         if prompt.num_cached_tokens is None:
             prompt.num_cached_tokens = item.num_cached_tokens
+            self._info.permit.begin()
         output = self.outputs[number * self._n + item.choice]
         if output.finish_reason is not None:
             return None  # ended by a stop string; this is the engine's answer to our cancel
@@ -201,7 +221,7 @@ class Generation:
         now, last = time.perf_counter(), self._last_token_at[choice]
         self._last_token_at[choice] = now
         if not last:
-            self._metrics.first_token.observe(now - self._started)
+            self._metrics.first_token.observe(now - self._info.started)
             return
         for _ in range(count):
             self._metrics.between_tokens.observe((now - last) / count)

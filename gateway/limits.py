@@ -1,30 +1,79 @@
-"""How many requests this gateway holds at once: a bound for all, and one for each API key.
+"""What this gateway lets in: places and queued tokens for all, and each API key's own limits.
 
-A place is reserved before anything costly is done for a request and given back in one place, `Permit.release`.
+Everything is reserved before anything costly is done for a request, and given back in one place, `Permit.release`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from gateway.quotas import NO_QUOTA, Quota, TokenBucket, as_duration
 from novainfer.errors import InvalidRequestError, OverloadedError
 
+QUOTA_HEADERS = tuple(
+    f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
 _SMOOTHING = 0.1  # weight of the newest duration in the running mean
-_MAX_RETRY_AFTER = 30.0  # seconds
+_MAX_RETRY_AFTER = 30.0  # seconds, of an estimate from the mean duration
+_KEPT_FOR_SMALL = 8  # with several keys, one part in so many is for tenants that hold less than that
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What an HTTP request asks for: prompts, choices of all of them, and tokens as far as they are known yet."""
+
+    prompts: int = 1
+    sequences: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """This gateway's part of what the engine can queue and run; `retry_after`: seconds until what waits has started."""
+
+    sequences: int
+    queued_tokens: int
+    retry_after: float
 
 
 class Permit:
-    """The right to hold `count` requests. Release it exactly once; a context manager does."""
+    """The right to hold what a `Cost` says. Release it exactly once; a context manager does."""
 
-    def __init__(self, limits: Limits, tenant: str, count: int) -> None:
-        self._limits: Limits | None = limits
-        self.tenant = tenant
-        self.count = count
-        self.started = time.monotonic()
+    def __init__(self, limits: Limits | None, account: Account, cost: Cost) -> None:
+        self._limits = limits
+        self._waiting = cost.prompts  # prompts without a first token
+        self.account = account
+        self.cost = cost
+        self.tokens = cost.prompt_tokens + cost.output_tokens  # reserved
+        self.used_tokens = 0  # prompt and output, known at the end
+        self.started = limits.clock() if limits is not None else 0.0
+
+    @classmethod
+    def none(cls) -> Permit:
+        """The right to hold nothing."""
+        return cls(None, Account(NO_QUOTA, time.monotonic), Cost(prompts=0))
+
+    def correct(self, prompt_tokens: int) -> None:
+        """The prompts are tokenised: they have so many tokens. Never refuses."""
+        if self._limits is not None:
+            self._limits._requeue(self, prompt_tokens + self.cost.output_tokens)
+
+    def begin(self) -> None:
+        """One of the prompts has got its first token; with the last one the request waits no more."""
+        self._waiting -= 1
+        if self._waiting == 0 and self._limits is not None:
+            self._limits._leave_queue(self)
+
+    @property
+    def is_queued(self) -> bool:
+        """Some prompt has no token yet."""
+        return self._waiting > 0
 
     def release(self) -> None:
-        """Give the places back. Idempotent."""
+        """Give everything back. Idempotent."""
         limits, self._limits = self._limits, None
         if limits is not None:
             limits._give_back(self)
@@ -36,45 +85,155 @@ class Permit:
         self.release()
 
 
+class Account:
+    """What one tenant holds."""
+
+    def __init__(self, quota: Quota, clock: Callable[[], float]) -> None:
+        self.quota = quota
+        self.live = 0  # prompts
+        self.queued = 0  # of those: of requests that wait for a first token
+        self.sequences = 0
+        self.queued_tokens = 0
+        self.bucket = TokenBucket(quota.tokens_per_minute, clock) if quota.tokens_per_minute else None
+
+
 class Limits:
     """Live requests of one gateway. `draining`: nothing new is let in."""
 
-    def __init__(self, *, max_live: int, max_per_tenant: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        max_live: int,
+        max_per_tenant: int = 0,
+        quotas: Mapping[str, Quota] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """max_per_tenant: live requests of tenants whose quota does not say another number (0 = no limit)."""
         self.draining = False
+        self.clock = clock
         self.num_live = 0
+        self.num_sequences = 0
+        self.queued_tokens = 0
         self._max_live = max_live
-        self._max_per_tenant = max_per_tenant
-        self._by_tenant: Counter[str] = Counter()
+        self._quotas = {name: quota.with_default(max_per_tenant) for name, quota in (quotas or {}).items()}
+        self._default = NO_QUOTA.with_default(max_per_tenant)
+        self._accounts: dict[str, Account] = {}
         self._mean_seconds = 1.0
 
-    def reserve(self, tenant: str, count: int = 1) -> Permit:
-        """Places for `count` requests of `tenant`.
+    def reserve(self, tenant: str, cost: Cost | None = None, room: Room | None = None) -> Permit:
+        """Room for a request of `tenant`.
 
-        Raises `OverloadedError` with 503 when the gateway is full or drains, with 429 when the tenant has its share;
-        `InvalidRequestError` when so many can never be held.
+        Raises `OverloadedError` with 503 when the server is full or drains, with 429 when the tenant has its share;
+        `InvalidRequestError` when so much can never be held.
         """
+        cost = cost or Cost()
+        account = self._account(tenant)
         if self.draining:
             raise OverloadedError("The server is shutting down.", retry_after=5.0)
-        if count > self._max_live or (self._max_per_tenant and count > self._max_per_tenant):
-            raise InvalidRequestError(f"{count} prompts in one request are too many.", param="prompt")
-        if self._max_per_tenant and self._by_tenant[tenant] + count > self._max_per_tenant:
+        max_requests = account.quota.max_requests
+        if cost.prompts > self._max_live or (max_requests and cost.prompts > max_requests):
+            raise InvalidRequestError(f"{cost.prompts} prompts in one request are too many.", param="prompt")
+        self._check_quota(account, cost, room)
+        if self.num_live + cost.prompts > self._max_live:
+            raise OverloadedError("The server is full.", retry_after=self._until_next(self.num_live))
+        if room is not None:
+            self._check_room(account, cost, room)
+        tokens = cost.prompt_tokens + cost.output_tokens
+        if account.bucket is not None:
+            account.bucket.take(tokens)
+        self.num_live += cost.prompts
+        self.num_sequences += cost.sequences
+        self.queued_tokens += tokens
+        account.live += cost.prompts
+        account.queued += cost.prompts
+        account.sequences += cost.sequences
+        account.queued_tokens += tokens
+        return Permit(self, account, cost)
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        """`x-ratelimit-*` as OpenAI has them, of the limits that the tenant has."""
+        account = self._account(tenant)
+        requests, tokens = QUOTA_HEADERS[:3], QUOTA_HEADERS[3:]
+        found: dict[str, str] = {}
+        if account.quota.max_requests:
+            left = max(account.quota.max_requests - account.live, 0)
+            wait = self._until_next(account.live) if account.live else 0.0
+            found |= zip(requests, (str(account.quota.max_requests), str(left), as_duration(wait)), strict=True)
+        if account.bucket is not None:
+            left = max(int(account.bucket.level), 0)
+            wait = account.bucket.seconds_until_full
+            found |= zip(tokens, (str(account.quota.tokens_per_minute), str(left), as_duration(wait)), strict=True)
+        return found
+
+    def _account(self, tenant: str) -> Account:
+        """Accounts are as many as keys, and stay: a bucket must remember."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = Account(self._quotas.get(tenant, self._default), self.clock)
+        return account
+
+    def _check_quota(self, account: Account, cost: Cost, room: Room | None) -> None:
+        quota = account.quota
+        if quota.max_requests and account.live + cost.prompts > quota.max_requests:
             raise OverloadedError(
-                f"This API key may have {self._max_per_tenant} requests at once.",
-                retry_after=self._until_next(self._by_tenant[tenant]),
+                f"This API key may have {quota.max_requests} requests at once.",
+                retry_after=self._until_next(account.live),
                 status=429,
             )
-        if self.num_live + count > self._max_live:
-            raise OverloadedError("The server is full.", retry_after=self._until_next(self.num_live))
-        self.num_live += count
-        self._by_tenant[tenant] += count
-        return Permit(self, tenant, count)
+        if quota.max_queued and account.queued + cost.prompts > quota.max_queued:
+            raise OverloadedError(
+                f"This API key may have {quota.max_queued} requests waiting.",
+                retry_after=room.retry_after if room is not None else self._until_next(account.queued),
+                status=429,
+            )
+        if account.bucket is not None:
+            wait = account.bucket.seconds_until(cost.prompt_tokens + cost.output_tokens)
+            if wait > 0:
+                text = f"This API key may use {quota.tokens_per_minute} tokens per minute."
+                raise OverloadedError(text, retry_after=wait, status=429)
+
+    def _check_room(self, account: Account, cost: Cost, room: Room) -> None:
+        if cost.sequences > room.sequences:
+            raise InvalidRequestError(f"{cost.sequences} answers are more than this server can queue.", param="n")
+        most = self._open_part(room.sequences, account.sequences + cost.sequences)
+        if self.num_sequences + cost.sequences > most:
+            raise OverloadedError("The queue is full. Please retry later.", retry_after=room.retry_after)
+        tokens = cost.prompt_tokens + cost.output_tokens
+        most = self._open_part(room.queued_tokens, account.queued_tokens + tokens)
+        # One that is larger than the whole bound must have its chance: it may wait if nothing else does.
+        if self.queued_tokens and self.queued_tokens + tokens > most:
+            raise OverloadedError("Too many tokens wait. Please retry later.", retry_after=room.retry_after)
+
+    def _open_part(self, limit: int, would_hold: int) -> int:
+        """What of a limit is open to a tenant that would then hold so much: the rest is for those who hold little."""
+        kept = limit // _KEPT_FOR_SMALL if len(self._quotas) > 1 else 0
+        return limit - kept if would_hold > kept else limit
+
+    def _requeue(self, permit: Permit, tokens: int) -> None:
+        change = tokens - permit.tokens
+        permit.tokens = tokens
+        if permit.is_queued:
+            self.queued_tokens += change
+            permit.account.queued_tokens += change
+        if permit.account.bucket is not None:
+            permit.account.bucket.take(change)
+
+    def _leave_queue(self, permit: Permit) -> None:
+        self.queued_tokens -= permit.tokens
+        permit.account.queued_tokens -= permit.tokens
+        permit.account.queued -= permit.cost.prompts
 
     def _give_back(self, permit: Permit) -> None:
-        self.num_live -= permit.count
-        self._by_tenant[permit.tenant] -= permit.count
-        if not self._by_tenant[permit.tenant]:
-            del self._by_tenant[permit.tenant]
-        duration = time.monotonic() - permit.started
+        account, cost = permit.account, permit.cost
+        if permit.is_queued:
+            self._leave_queue(permit)
+        if account.bucket is not None:
+            account.bucket.take(permit.used_tokens - permit.tokens)
+        self.num_live -= cost.prompts
+        self.num_sequences -= cost.sequences
+        account.live -= cost.prompts
+        account.sequences -= cost.sequences
+        duration = self.clock() - permit.started
         self._mean_seconds += _SMOOTHING * (duration - self._mean_seconds)
 
     def _until_next(self, live: int) -> float:

@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.limits import Cost
 from gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from novainfer.errors import InvalidRequestError
 from novainfer.protocol.messages import EngineInfo
@@ -82,6 +83,24 @@ def _in_words_of(request: ChatRequest | CompletionRequest, error: InvalidRequest
     rest = error.message.removeprefix(ours)
     message = name + rest if ours and rest != error.message else error.message
     return InvalidRequestError(message, param=name or None, code=error.code)
+
+
+def estimate_cost(request: ChatRequest | CompletionRequest, num_prompts: int, body_bytes: int, context: int) -> Cost:
+    """What a request will need, before its prompts are tokenised: two bytes of the body are taken for a token.
+
+    No sequence needs more tokens than the model's `context`. Wrong values are for `resolve_params` to refuse.
+    """
+    if isinstance(request, ChatRequest):
+        asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    else:
+        asked = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    sequences = num_prompts * max(request.n, 1)
+    return Cost(
+        prompts=num_prompts,
+        sequences=sequences,
+        prompt_tokens=min(body_bytes // 2, num_prompts * context),
+        output_tokens=sequences * min(max(asked or 0, 0), context),
+    )
 
 
 def _with_model_defaults(request: GenerationRequest, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def build_server(
     """The HTTP server around a service; needs a bound socket to serve on."""
     config = uvicorn.Config(
         create_app(service, keys),
-        http=_http_protocol(),
+        http=_http_protocol(service.config.server.client_stall_timeout),
         loop="auto",
         ws="none",
         lifespan="on",
@@ -128,13 +128,13 @@ def build_server(
     return GatewayServer(config, service, drain_timeout)
 
 
-def _http_protocol() -> Any:
+def _http_protocol(stall_seconds: float) -> Any:
     """Ours where httptools is there, else uvicorn's h11, which bounds the size of headers itself."""
     if importlib.util.find_spec("httptools") is None:
         return "h11"
-    from gateway.connection import BoundedHttpProtocol  # imports httptools
+    from gateway.connection import bounded_protocol  # imports httptools
 
-    return BoundedHttpProtocol
+    return bounded_protocol(stall_seconds)
 
 
 def bind_http(config: ServerConfig, *, port: int | None = None) -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import time
@@ -19,16 +20,17 @@ from gateway.body import ByteBudget
 from gateway.context import RequestInfo
 from gateway.errors import ApiError, to_api_error
 from gateway.generation import Generation, PromptState
-from gateway.limits import Limits
+from gateway.limits import Cost, Limits, Room
 from gateway.metrics import GatewayMetrics
-from gateway.params import draw_seed, resolve_params
+from gateway.params import draw_seed, estimate_cost, resolve_params
+from gateway.quotas import quotas_of
 from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
 from novainfer.checkpoint import resolve_checkpoint
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig
-from novainfer.errors import ConfigError, InvalidRequestError, OverloadedError
+from novainfer.errors import ConfigError, DeadlineError, InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import AddRequest, EngineInfo
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.chat_template import ChatTemplate
@@ -39,6 +41,8 @@ CLAIM_SECONDS = 2.0  # for the scheduler to miss a dead gateway
 LONG_BODY = 256 * 1024  # bytes; the text of larger ones has a thread of its own: short ones need not wait for it
 BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
+QUEUED_CACHES = 8  # tokens that may wait, where no number is given, in terms of what the KV cache holds
+_DEADLINE_GRACE = 1.0  # seconds
 STATS_SECONDS = 5.0  # older figures of the engine prove nothing
 
 T = TypeVar("T")
@@ -54,7 +58,11 @@ class GatewayService:
         self.template = template
         self.client = client
         self.model_names = config.model.served_model_name or (config.model.model,)
-        self.limits = Limits(max_live=server.max_live_requests, max_per_tenant=server.max_requests_per_key)
+        self.limits = Limits(
+            max_live=server.max_live_requests,
+            max_per_tenant=server.max_requests_per_key,
+            quotas=quotas_of(config.keys, server.num_gateways),
+        )
         self.metrics = GatewayMetrics(self.model_names[0], lambda: (client.info, client.stats))
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
@@ -131,9 +139,15 @@ class GatewayService:
         return name
 
     async def in_thread(self, info: RequestInfo, work: Callable[[], T]) -> T:
-        """Run a request's text work off the event loop."""
+        """Run a request's text work off the event loop. Raises `DeadlineError` if its time is over before."""
         pool = self._long_pool if info.body_bytes > LONG_BODY else self._pool
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        try:
+            async with asyncio.timeout(None if info.time_limit == math.inf else max(info.time_left, 0.0)):
+                return await asyncio.get_running_loop().run_in_executor(pool, work)
+        except TimeoutError:
+            raise DeadlineError(
+                f"The request's time limit of {info.time_limit:g} s passed while its prompt was prepared."
+            ) from None
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt. Raises `InvalidRequestError` without tokenising it if it is far too long."""
@@ -171,10 +185,10 @@ class GatewayService:
             PromptState(f"{record.response_id}-{number}", token_ids, _own_seed(params, request.seed, number), eos, echo)
             for number, (token_ids, echo) in enumerate(prompts)
         ]
-        answers = [PromptRecord(record, i, len(states), state.echo).to_json() for i, state in enumerate(states)]
-        aliases = [record.response_id, info.request_id]
-        adds = [self._add_request(state, request, info.tenant, aliases) for state in states]
+        info.permit.correct(sum(len(token_ids) for token_ids, _ in prompts))
+        adds = [self._add_request(state, request, record.response_id, info) for state in states]
         if request.stream:
+            answers = [PromptRecord(record, i, len(states), state.echo).to_json() for i, state in enumerate(states)]
             adds = [replace(add, answer=answer) for add, answer in zip(adds, answers, strict=True)]
         stream = self.client.submit(*adds)
         return Generation(
@@ -183,7 +197,7 @@ class GatewayService:
             self.tokenizer,
             self.metrics,
             engine=engine,
-            started=info.started,
+            info=info,
             after_prompt=isinstance(request, CompletionRequest),
         )
 
@@ -227,7 +241,7 @@ class GatewayService:
             self.tokenizer,
             self.metrics,
             engine=engine,
-            started=info.started,
+            info=info,
             after_prompt=not prompts[0][0].stream.is_chat,
         )
 
@@ -236,41 +250,80 @@ class GatewayService:
         return Receipts(generation, model, self.client, self._digest)
 
     def _add_request(
-        self, state: PromptState, request: ChatRequest | CompletionRequest, tenant: str, aliases: list[str]
+        self, state: PromptState, request: ChatRequest | CompletionRequest, response_id: str, info: RequestInfo
     ) -> AddRequest:
         return AddRequest(
             request_id=state.request_id,
             prompt_token_ids=state.token_ids,
             params=state.params,
             eos_token_ids=state.eos_token_ids,
-            tenant=tenant,
+            tenant=info.tenant,
             cache_salt=request.cache_salt,
             use_prefix_cache=request.prefix_cache,
             priority=request.priority,
-            aliases=aliases,
+            # The gateway ends it; the scheduler only if the gateway does not.
+            deadline=0.0 if info.time_limit == math.inf else max(info.time_left, 0.0) + _DEADLINE_GRACE,
+            aliases=[response_id, info.request_id],
         )
 
     @contextmanager
-    def admit(self, info: RequestInfo, count: int = 1) -> Iterator[None]:
-        """Hold places for `count` prompts; counts a refusal, also one that comes later."""
-        try:
-            with self.limits.reserve(info.tenant, count):
+    def admit(self, info: RequestInfo, cost: Cost | None = None, room: Room | None = None) -> Iterator[None]:
+        """Hold room while a request is answered; counts a refusal, also one that comes later."""
+        with self._refusals_counted():
+            try:
+                permit = self.limits.reserve(info.tenant, cost, room)
+            finally:
+                info.headers |= self.limits.headers(info.tenant)
+            with permit:
+                info.permit = permit
                 yield
+
+    @contextmanager
+    def admit_generation(
+        self, info: RequestInfo, request: ChatRequest | CompletionRequest, num_prompts: int
+    ) -> Iterator[None]:
+        """The same for a generation, before the work of rendering and tokenising it."""
+        with self._refusals_counted():
+            engine = self.engine_info()
+        cost = estimate_cost(request, num_prompts, info.body_bytes, engine.max_model_len)
+        with self.admit(info, cost, self._room(engine)):
+            yield
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
         except (InvalidRequestError, OverloadedError) as error:
             self.metrics.rejected(to_api_error(error).status)
             raise
+
+    def _room(self, engine: EngineInfo) -> Room:
+        """This gateway's part of the places and tokens that may wait."""
+        server, stats = self.config.server, self.client.stats
+        tokens = server.max_queued_tokens or QUEUED_CACHES * engine.num_blocks * engine.block_size
+        return Room(
+            sequences=(self.config.scheduler.max_waiting + engine.max_num_seqs) // server.num_gateways,
+            queued_tokens=tokens // server.num_gateways,
+            retry_after=stats.queue_seconds if stats is not None else 1.0,
+        )
 
     @contextmanager
     def live(self, generation: Generation, response_id: str, info: RequestInfo) -> Iterator[Generation]:
         """While it runs, a generation can be cancelled by either of its ids; afterwards it is closed."""
         entry = (info.tenant, generation)
         ids = {response_id, info.request_id}
+        timer = None
+        if info.time_limit != math.inf:
+            timer = asyncio.get_running_loop().call_later(info.time_left, generation.expire)
         for key in ids:
             self._live[key].append(entry)
         try:
             yield generation
         finally:
+            if timer is not None:
+                timer.cancel()
             generation.close()
+            info.permit.used_tokens = generation.num_tokens
             for key in ids:
                 self._live[key].remove(entry)
                 if not self._live[key]:

@@ -19,7 +19,6 @@ from novainfer.errors import EngineError, NovaInferError
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0
-STALL_SECONDS = 60.0  # a client that takes nothing for so long is given up
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 _HEADERS = (
@@ -58,7 +57,10 @@ class SseResponse:
         chunks: Callable[[ChoiceDelta], bytes],
         last: Callable[[], Awaitable[bytes]],
         headers: Mapping[str, str],
+        stall_seconds: float,
     ) -> None:
+        """stall_seconds: a client that takes nothing for so long is given up."""
+        self._stall_seconds = stall_seconds
         self._generation = generation
         self._chunks = chunks
         self._last = last
@@ -103,7 +105,7 @@ class SseResponse:
             last.cancel()
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        async with asyncio.timeout(STALL_SECONDS):
+        async with asyncio.timeout(self._stall_seconds):
             if not self._started:
                 self._started = True
                 await send({"type": "http.response.start", "status": 200, "headers": self._headers})

@@ -68,6 +68,9 @@ class SchedulerConfig:
     max_num_seqs: int = option(64, "Sequences that run at once.")
     max_num_batched_tokens: int = option(2048, "Token budget of one step, prefill chunks and decodes together.")
     max_waiting: int = option(1024, "Requests that may wait; more are refused with 503 and Retry-After.")
+    queue_timeout: float = option(
+        600.0, "Seconds that a request may wait without a first step (0 = no limit); then it gets 503."
+    )
     steps_in_flight: int = option(2, "Steps submitted before the first one's tokens are known.")
 
 
@@ -103,12 +106,22 @@ class ServerConfig:
     port: int = option(8000, "HTTP port; 0 = any free one.")
     num_gateways: int = option(1, "Gateway processes that share the port.")
     api_key: tuple[str, ...] = option((), "Key that clients must send; may be given several times.", secret=True)
-    api_key_file: str | None = option(None, "File with one API key a line ('name:key' names the tenant).")
+    api_key_file: str | None = option(
+        None, "File with one API key a line: 'name:key', then e.g. 'weight=2 max-requests=8' for its share and limits."
+    )
     cors_origins: tuple[str, ...] = option((), "Origins allowed to call from a browser; default: none.")
     strict_params: bool = option(False, "Refuse request fields that this server does not know.")
     max_body_mib: int = option(8, "Largest request body in MiB.")
     max_live_requests: int = option(2048, "Requests that one gateway holds at once; more get 503.")
     max_requests_per_key: int = option(0, "Live requests of one API key in one gateway (0 = no limit); more get 429.")
+    max_queued_tokens: int | None = option(
+        None,
+        "Tokens (prompt and max_tokens) of requests that wait; more get 503. Default: 8 times what the KV cache holds.",
+    )
+    request_timeout: float = option(
+        0.0, "Seconds that a request may take in all (0 = no limit); clients shorten it with 'x-request-timeout'."
+    )
+    client_stall_timeout: float = option(30.0, "Seconds after which a client that reads nothing is disconnected.")
     drain_timeout: float = option(30.0, "Seconds that accepted streams may take to finish after SIGTERM.")
     start_timeout: float = option(600.0, "Seconds from start until every process must be ready.")
     hang_timeout: float = option(4.0, "Seconds of silence after which a rank or the scheduler counts as hung.")
@@ -121,10 +134,17 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class KeyDigest:
-    """An API key as every process but the supervisor knows it: whose it is, and its SHA-256 in hexadecimal."""
+    """An API key as every process but the supervisor knows it: whose it is, and its SHA-256 in hexadecimal.
+
+    The rest is its tenant's, the same for each of its keys: its weight against other tenants, and limits (0 = none).
+    """
 
     tenant: str
     sha256: str
+    weight: float = 1.0
+    max_requests: int = 0  # live at once
+    max_queued: int = 0  # of those: without a first token
+    tokens_per_minute: int = 0  # prompt and output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +195,7 @@ def check(config: ServeConfig) -> None:
         "hang_timeout": config.server.hang_timeout,
         "stall_timeout": config.server.stall_timeout,
         "start_timeout": config.server.start_timeout,
+        "client_stall_timeout": config.server.client_stall_timeout,
     }
     if config.server.max_restarts < 0 or not 0 <= config.server.orphan_grace < float("inf"):
         raise ConfigError("--max-restarts and --orphan-grace cannot be negative, nor infinite")
@@ -186,6 +207,7 @@ def check(config: ServeConfig) -> None:
         "num_blocks": config.cache.num_blocks,
         "kv_cache_memory_mib": config.cache.kv_cache_memory_mib,
         "threads_per_worker": config.parallel.threads_per_worker,
+        "max_queued_tokens": config.server.max_queued_tokens,
     }
     for name, limit in optional.items():
         if limit is not None and limit <= 0:
@@ -195,6 +217,8 @@ def check(config: ServeConfig) -> None:
     for name, number in {
         "drain_timeout": config.server.drain_timeout,
         "max_requests_per_key": config.server.max_requests_per_key,
+        "queue_timeout": config.scheduler.queue_timeout,
+        "request_timeout": config.server.request_timeout,
     }.items():
         if number < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be below 0: {number}")

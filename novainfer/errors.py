@@ -33,6 +33,10 @@ class OverloadedError(NovaInferError):
         self.status = status
 
 
+class DeadlineError(NovaInferError):
+    """The request has taken all the time that it or the server allows it (HTTP 504)."""
+
+
 class EngineError(NovaInferError):
     """The engine failed while it worked on an accepted request (HTTP 500)."""
 

@@ -18,12 +18,12 @@ from novainfer.errors import InvalidRequestError
 async def chat_completions(call: Call) -> Response | None:
     """Answer a chat, whole or as a stream."""
     service = call.service
+    call.limit_time()
     request, headers = await call.parse(ChatRequest)
     wants_receipt = call.wants_receipt(request)
     model = service.check_model(request.model)
     refuse_unsupported(request)
-    with service.admit(call.info):
-        service.engine_info()  # refuse before the work of rendering
+    with service.admit_generation(call.info, request, 1):
         token_ids = await service.in_thread(call.info, lambda: encode_chat(service, request))
         response_id = new_response_id("chatcmpl")
         record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
@@ -33,7 +33,9 @@ async def chat_completions(call: Call) -> Response | None:
         with service.live(generation, response_id, call.info):
             if request.stream:
                 chunks = chunks_of(generation, record, receipts)
-                await SseResponse(generation, chunks, chunks.last, headers)(call.scope, call.receive, call.send)
+                stall_seconds = service.config.server.client_stall_timeout
+                response = SseResponse(generation, chunks, chunks.last, headers, stall_seconds)
+                await response(call.scope, call.receive, call.send)
                 return None
             generation.watch(call.receive)
             wholes = await generation.collect()

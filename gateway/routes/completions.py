@@ -18,12 +18,12 @@ Prompt = str | list[int]
 async def completions(call: Call) -> Response | None:
     """Continue one or several prompts, whole or as a stream."""
     service = call.service
+    call.limit_time()
     request, headers = await call.parse(CompletionRequest)
     wants_receipt = call.wants_receipt(request)
     model = service.check_model(request.model)
     prompts = split_prompts(request.prompt)
-    with service.admit(call.info, len(prompts)):
-        service.engine_info()  # refuse before the work of tokenising
+    with service.admit_generation(call.info, request, len(prompts)):
         encoded = await service.in_thread(call.info, lambda: [_encode(service, request, prompt) for prompt in prompts])
         response_id = new_response_id("cmpl")
         record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
@@ -33,7 +33,9 @@ async def completions(call: Call) -> Response | None:
         with service.live(generation, response_id, call.info):
             if request.stream:
                 chunks = chunks_of(generation, record, receipts)
-                await SseResponse(generation, chunks, chunks.last, headers)(call.scope, call.receive, call.send)
+                stall_seconds = service.config.server.client_stall_timeout
+                response = SseResponse(generation, chunks, chunks.last, headers, stall_seconds)
+                await response(call.scope, call.receive, call.send)
                 return None
             generation.watch(call.receive)
             wholes = await generation.collect()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,8 @@ from novainfer.errors import InvalidRequestError, NovaInferError
 
 MODE_HEADER = "x-novainfer-mode"  # see `novainfer.mode`
 RECEIPT_HEADER = "x-novainfer-receipt"
+TIMEOUT_HEADER = "x-request-timeout"  # seconds
+_SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _CLIENT_GONE_STATUS = 499  # for the metrics only; nobody is there to read it
 
 
@@ -49,6 +53,17 @@ class Call:
         body = await read_json(self.scope, self.receive, max_bytes=service.max_body_bytes, budget=service.body_budget)
         request, ignored = parse(kind, body, strict_params=service.config.server.strict_params)
         return request, {"x-novainfer-ignored": ",".join(ignored)} if ignored else {}
+
+    def limit_time(self) -> None:
+        """Take in the time limit of the server and the header that shortens it. Raises `InvalidRequestError`."""
+        asked = [value for name, value in self.scope["headers"] if name == TIMEOUT_HEADER.encode()]
+        limits = [self.service.config.server.request_timeout or math.inf]
+        for value in asked:
+            if not _SECONDS.fullmatch(value) or float(value) <= 0:
+                text = f"The header {TIMEOUT_HEADER} must be a number of seconds above 0."
+                raise InvalidRequestError(text, param=TIMEOUT_HEADER)
+            limits.append(float(value))
+        self.info.time_limit = min(limits)
 
     def wants_receipt(self, request: GenerationRequest) -> bool:
         """Asked for in the body or by a header, which clients can set that know the API's fields alone."""
@@ -83,7 +98,7 @@ class Endpoint:
             call.info.status = _CLIENT_GONE_STATUS
             return
         except (NovaInferError, ApiError) as error:
-            response = to_api_error(error).response()
+            response = to_api_error(error, call.info.request_id).response()
         if response is not None:
             await call.respond(response)
 

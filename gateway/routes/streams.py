@@ -32,7 +32,8 @@ async def resume(call: Call) -> Response | None:
         with service.live(generation, stream.response_id, call.info):
             chunks = chunks_of(generation, replace(stream, event_ids=True), receipts)
             headers = {MODE_HEADER: generation.engine.mode}
-            await SseResponse(generation, chunks, chunks.last, headers)(call.scope, call.receive, call.send)
+            response = SseResponse(generation, chunks, chunks.last, headers, service.config.server.client_stall_timeout)
+            await response(call.scope, call.receive, call.send)
     return None
 
 

@@ -19,7 +19,8 @@ class EngineCore:
         """`held`: what the workers' KV blocks hold already, in another scheduler's account."""
         self._executor = executor
         self._steps_in_flight = config.scheduler.steps_in_flight
-        self.scheduler = Scheduler(executor.info, config.scheduler, config.cache)
+        weights = {key.tenant: key.weight for key in config.keys}
+        self.scheduler = Scheduler(executor.info, config.scheduler, config.cache, weights)
         self.scheduler.kv.adopt(held)
 
     def add(self, message: AddRequest, now: float) -> list[TokenOutput]:

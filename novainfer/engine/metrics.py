@@ -23,4 +23,5 @@ def collect_stats(scheduler: Scheduler, epoch: int, seconds_since_progress: floa
         generation_tokens_total=totals.generation_tokens,
         preemptions_total=totals.preemptions,
         seconds_since_progress=seconds_since_progress,
+        queue_seconds=scheduler.queue_seconds,
     )

@@ -90,6 +90,7 @@ class Replica:
     def _advance(self, now: float) -> bool:
         if self._engine is not None:
             self._publish(self._engine.scheduler.expire(now), [])
+            self._refuse(self._engine.scheduler.give_up_waiting(now))
         if self._have_failed:
             with suppress(EngineError):
                 self._executor.listen()  # what is not read would wake us again and again
@@ -304,6 +305,13 @@ class Replica:
         _, request = self._owned.pop(request_id, (None, None))
         if request is not None and request.message.answer:
             self._orphans.add(request, self._now)
+
+    def _refuse(self, refused: list[RequestRejected]) -> None:
+        """Requests that were accepted, and will not be run after all."""
+        for rejected in refused:
+            identity, _ = self._owned.pop(rejected.request_id, (None, None))
+            if identity is not None:
+                self._gateways[identity].say(rejected)
 
     def _publish_stats(self, now: float) -> None:
         if now < self._next_stats:

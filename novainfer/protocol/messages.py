@@ -201,6 +201,7 @@ class EngineStats:
     generation_tokens_total: int = 0
     preemptions_total: int = 0
     seconds_since_progress: float = 0.0
+    queue_seconds: float = 0.0  # estimate: in how many seconds what waits now will have started
 
 
 GATEWAY_SCHEMA = Schema(

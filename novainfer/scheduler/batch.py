@@ -26,6 +26,9 @@ class StepRecord:
 
     step: int
     rows: list[ScheduledRow]
+    num_tokens: int  # that it computes
+    context: int  # tokens that they attend to: those of its rows
+    submitted: float | None  # seconds, on the caller's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,11 @@ class StepBatch:
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_new_ids: int = 0  # integers that the new rows carry
 
-    def add(self, sequence: Sequence, num_new_tokens: int) -> None:
-        """Schedule the sequence's next tokens and advance it: the step counts as computed from here on."""
+    def add(self, sequence: Sequence, num_new_tokens: int) -> bool:
+        """Schedule the sequence's next tokens and advance it: the step counts as computed from here on.
+
+        Whether one more token of it is sampled.
+        """
         self.budget -= num_new_tokens
         sequence.num_computed_tokens += num_new_tokens
         samples = sequence.num_computed_tokens == sequence.num_tokens
@@ -62,6 +68,7 @@ class StepBatch:
             self.chunk_sizes.append(num_new_tokens)
         if samples:
             sequence.num_pending += 1
+        return samples
 
     def add_new_row(self, row: NewRow) -> None:
         """A sequence starts with this step."""

@@ -1,55 +1,82 @@
-"""Sequences that wait for a row, in order of priority, arrival and choice."""
+"""Sequences that wait for a row: tenants by the service they got, within a tenant by priority, arrival and choice."""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from itertools import count
 
+from novainfer.scheduler.fairness import FairShares, Tenant
 from novainfer.scheduler.request import Sequence
+
+_Entry = tuple[tuple[int, ...], int, Sequence]
 
 
 class WaitingQueue:
-    """A heap with lazy removal: push, peek and pop cost O(log n), remove O(1)."""
+    """A heap per tenant with lazy removal: push and pop cost O(log n), peek O(tenants that wait), remove O(1)."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: FairShares) -> None:
+        self._shares = shares
+        self._heaps: dict[str, list[_Entry]] = {}  # of tenants that wait, in the order in which they began to
         # The running number keeps two entries of one order apart: sequences themselves have no order.
-        self._heap: list[tuple[tuple[int, int, int], int, Sequence]] = []
         self._numbers = count()
-        self._members: dict[tuple[int, int, int], Sequence] = {}
+        self._members: dict[Sequence, int] = {}  # and the number of its entry: older entries are void
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.order in self._members
+        return sequence in self._members
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence that is not in the queue."""
-        order = sequence.order
-        if order in self._members:
+        if sequence in self._members:
             raise ValueError(f"{sequence.request.request_id}[{sequence.choice}] waits already")
-        self._members[order] = sequence
-        heapq.heappush(self._heap, (order, next(self._numbers), sequence))
+        number = next(self._numbers)
+        self._members[sequence] = number
+        heapq.heappush(self._heaps.setdefault(sequence.tenant, []), (sequence.order, number, sequence))
+        self._shares.of(sequence.tenant).num_waiting += 1
 
-    def peek(self) -> Sequence | None:
-        """The first in order, or None."""
-        while self._heap:
-            order, _, sequence = self._heap[0]
-            if self._members.get(order) is sequence:
-                return sequence
-            heapq.heappop(self._heap)
-        return None
+    def peek(self, passing: Collection[str] = ()) -> Sequence | None:
+        """Who is next, tenants in `passing` aside; None if nobody waits."""
+        return next(iter(self.heads(passing)), None)
+
+    def heads(self, passing: Collection[str] = ()) -> list[Sequence]:
+        """The first of each tenant, the tenant that got least before the others; equal ones by arrival."""
+        found = [head for name in list(self._heaps) if name not in passing and (head := self._head(name))]
+        if len(found) > 1:
+            found.sort(key=lambda head: (self._shares.of(head.tenant).served, head.age))
+        return found
 
     def pop(self) -> Sequence:
-        """Take the first in order. Raises IndexError if the queue is empty."""
+        """Take the next one. Raises IndexError if the queue is empty."""
         sequence = self.peek()
         if sequence is None:
             raise IndexError("the waiting queue is empty")
-        heapq.heappop(self._heap)
-        del self._members[sequence.order]
+        self.take(sequence)
         return sequence
+
+    def take(self, sequence: Sequence) -> None:
+        """Take one that starts now out of the queue."""
+        self.remove(sequence)
+        self._shares.started(self._tenant(sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the middle; unknown ones are fine."""
-        if self._members.get(sequence.order) is sequence:
-            del self._members[sequence.order]
+        if self._members.pop(sequence, None) is not None:
+            tenant = self._tenant(sequence)
+            tenant.num_waiting -= 1
+            if tenant.num_waiting == 0:
+                del self._heaps[sequence.tenant]
+
+    def _tenant(self, sequence: Sequence) -> Tenant:
+        return self._shares.of(sequence.tenant)
+
+    def _head(self, name: str) -> Sequence | None:
+        heap = self._heaps[name]
+        while heap:
+            _, number, sequence = heap[0]
+            if self._members.get(sequence) == number:
+                return sequence
+            heapq.heappop(heap)
+        return None

@@ -34,7 +34,17 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
     generation: int = 0  # raised at each preemption: results of older steps no longer confirm KV
     num_preemptions: int = 0
+    num_fair_preemptions: int = 0  # of those: for the sake of another tenant
+    num_passed: int = 0  # others that started before it while it lacked blocks
+    num_charged_tokens: int = 0  # tokens up to here were charged to its tenant, or were found in the cache
+    last_step: int = 0  # the newest plan with a token of it
+    work: int = 0  # units of service that it got: see `fairness`
     finished: bool = False
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.request.message.tenant
 
     @property
     def num_tokens(self) -> int:
@@ -94,14 +104,22 @@ class Sequence:
         )
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Who is admitted first: priority (lower first), then arrival, then choice. A total order."""
-        return (self.request.message.priority, *self.age)
+    def order(self) -> tuple[int, ...]:
+        """Who of one tenant starts first: priority (lower first), what is resumed, arrival, choice. A total order."""
+        message = self.request.message
+        return (message.priority, not message.emitted, *self.age)
 
     @property
     def age(self) -> tuple[int, int]:
-        """Arrival, then choice: a running sequence is never preempted for a younger one, whatever its priority."""
+        """Arrival, then choice: for memory no running sequence of a tenant is preempted before a younger one."""
         return (self.request.arrival, self.choice)
+
+    @property
+    def work_left(self) -> int:
+        """Units of service until its end, if it uses all of max_tokens and nothing of it is cached."""
+        num_output = self.num_output
+        leads = self.choice == 0 or num_output > 0
+        return (len(self.token_ids) if leads else 0) + 2 * (self.request.max_tokens - num_output)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +128,8 @@ class Request:
 
     message: AddRequest
     arrival: int  # running number
-    deadline: float  # on the scheduler's clock, seconds; inf = none
+    accepted_at: float  # on the scheduler's clock, seconds
+    deadline: float  # the same; inf = none
     sequences: list[Sequence] = field(default_factory=list)
     followers: list[Sequence] = field(default_factory=list)  # wait until choice 0 has computed the prompt
     prompt_computed: bool = False  # choice 0's blocks hold the whole prompt, by plans submitted before the next one
@@ -135,7 +154,7 @@ class Request:
 def make_request(message: AddRequest, arrival: int, now: float) -> Request:
     """Build the sequences of an accepted message; resumed ones start with the tokens already emitted."""
     deadline = now + message.deadline if message.deadline > 0 else float("inf")
-    request = Request(message, arrival, deadline)
+    request = Request(message, arrival, now, deadline)
     params = message.params
     eos = () if params.ignore_eos else tuple(message.eos_token_ids)
     stop_token_ids = frozenset((*params.stop_token_ids, *eos))

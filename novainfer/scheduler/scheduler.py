@@ -8,8 +8,8 @@ submitted before the tokens of the step before it are known; see `Sequence`.
 from __future__ import annotations
 
 import heapq
-from bisect import insort
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Mapping
 
 from novainfer.config import CacheConfig, SchedulerConfig
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
@@ -18,23 +18,29 @@ from novainfer.kv.manager import KVCacheManager
 from novainfer.protocol.messages import (
     FINISH_CANCELLED,
     FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
     AddRequest,
     Logprobs,
     PromptLogprobs,
+    RequestRejected,
     TokenOutput,
 )
-from novainfer.protocol.step import NewBlocks, StepPlan, StepResult
+from novainfer.protocol.step import StepPlan, StepResult
 from novainfer.scheduler.admission import check_request
-from novainfer.scheduler.batch import ScheduledRow, StepBatch, StepOutputs, StepRecord, new_row
+from novainfer.scheduler.assembly import StepAssembly
+from novainfer.scheduler.batch import ScheduledRow, StepOutputs, StepRecord
+from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.isolation import Isolation
+from novainfer.scheduler.load import LoadMeter
+from novainfer.scheduler.pace import StepPace
+from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
-from novainfer.scheduler.request import NO_ROW, Request, Sequence, make_request
+from novainfer.scheduler.request import Request, Sequence, make_request
+from novainfer.scheduler.rows import Rows
 from novainfer.scheduler.totals import Totals
 
-# Answer of a full queue: about the time in which a few requests end. A later rate estimate may refine it.
-_RETRY_AFTER_S = 1.0
-# Token ids that a plan's new rows carry before no more rows are added: a few MiB, far below the largest message.
-_MAX_NEW_IDS_PER_PLAN = 500_000
+_RETRY_AFTER_S = 1.0  # before anything was measured
 _NOT_FINITE = "The model's output was not finite."
 _QUARANTINED = "This request made the engine fail again and again; it was given up (quarantined)."
 
@@ -42,18 +48,30 @@ _QUARANTINED = "This request made the engine fail again and again; it was given 
 class Scheduler:
     """Queue, block tables and rows of one replica. One thread calls it."""
 
-    def __init__(self, info: ExecutorInfo, config: SchedulerConfig, cache: CacheConfig) -> None:
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """`weights` of tenants among each other; those that are not named have 1."""
         self._config = config
         self._cache_config = cache
-        self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []  # in order of `Sequence.age`, oldest first
+        self._shares = FairShares(weights or {})
+        self.waiting = WaitingQueue(self._shares)
         self.requests: dict[str, Request] = {}
         self.totals = Totals()
+        self._load = LoadMeter()
+        self._pace = StepPace()
+        self._now: float | None = None  # of this turn, where the caller says
+        self._last_result = 0.0  # when it came
         self._num_live = 0  # sequences that have not ended: running, waiting, or held back as followers
         self._in_flight: deque[StepRecord] = deque()
         self._isolation = Isolation()
         self._reset(info)
         self._deadlines: list[tuple[float, int, Request]] = []
+        self._not_begun: OrderedDict[str, Request] = OrderedDict()  # in order of acceptance
         self._arrivals = 0
         self._step = 0
 
@@ -61,12 +79,18 @@ class Scheduler:
         """Rows and blocks of workers that hold nothing yet."""
         self._info = info
         self._has_workers = True
-        self.kv = KVCacheManager(
-            info.num_blocks, info.block_size, enable_prefix_caching=self._cache_config.enable_prefix_caching
-        )
-        self._num_rows = min(info.max_num_seqs, self._config.max_num_seqs)
-        self._free_rows = list(range(self._num_rows - 1, -1, -1))
-        self._freed_rows: list[int] = []  # since the last plan
+        self._rows = Rows(info, self._config, self._cache_config, self._shares)
+        self._placement = Placement(self._rows, self.waiting, self._shares, self.totals)
+
+    @property
+    def kv(self) -> KVCacheManager:
+        """Blocks and prefix index of the workers."""
+        return self._rows.kv
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold a row, oldest first; not to be changed."""
+        return self._rows.running
 
     @property
     def step(self) -> int:
@@ -81,7 +105,7 @@ class Scheduler:
     # -- messages -------------------------------------------------------------------------------------------
 
     def add(self, message: AddRequest, now: float) -> list[TokenOutput]:
-        """Accept a request; `now` in seconds on the caller's clock, for the deadline.
+        """Accept a request; `now` in seconds on the caller's clock, for its time limits.
 
         Returns the ends of resumed choices that had nothing left to do. Raises `InvalidRequestError` or
         `OverloadedError`; then nothing has changed.
@@ -90,11 +114,13 @@ class Scheduler:
         if message.request_id in self.requests:
             return []  # sent again by a gateway that was not sure: the first copy runs
         n = message.params.n
-        if n > self._config.max_waiting + self._num_rows:
+        room = self._config.max_waiting + self._rows.num_rows
+        if n > room:
             raise InvalidRequestError(f"n = {n} is more than this server can ever queue.", param="n")
         is_new = not message.emitted  # one that goes on was accepted before, and its client has seen that
-        if is_new and self._num_live - len(self.running) + n > self._config.max_waiting + len(self._free_rows):
-            raise OverloadedError("The queue is full. Please retry later.", retry_after=_RETRY_AFTER_S)
+        if is_new and self._num_live + n > room:
+            raise OverloadedError("The queue is full. Please retry later.", retry_after=self.queue_seconds)
+        self._shares.enter(message.tenant, n)
         request = make_request(message, self._arrivals, now)
         self._arrivals += 1
         self.requests[request.request_id] = request
@@ -103,6 +129,8 @@ class Scheduler:
         self.totals.prompt_tokens += request.prompt_len
         if request.deadline != float("inf"):
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+        if not any(message.emitted):
+            self._not_begun[request.request_id] = request
         outputs = [output for sequence in request.sequences if (output := self._already_ended(sequence))]
         leader = request.sequences[0]
         request.followers = [s for s in request.sequences[1:] if not s.finished]
@@ -122,14 +150,46 @@ class Scheduler:
         return [self._end(sequence, FINISH_CANCELLED) for sequence in chosen]
 
     def expire(self, now: float) -> list[TokenOutput]:
-        """End every request whose deadline has passed."""
+        """Let the time become `now`, once a turn: end every request whose deadline has passed."""
+        self._now = now
+        self._load.tick(now, busy=bool(self._in_flight))
         outputs = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, request = heapq.heappop(self._deadlines)
+            stage = "it waited in the queue" if request.request_id in self._not_begun else "its tokens were generated"
             for sequence in request.sequences:
                 if not sequence.finished:
-                    outputs.append(self._end(sequence, FINISH_ERROR, error="The request's deadline has passed."))
+                    error = f"The request's time limit of {request.message.deadline:g} s passed while {stage}."
+                    outputs.append(self._end(sequence, FINISH_ERROR, error=error))
         return outputs
+
+    def give_up_waiting(self, now: float) -> list[RequestRejected]:
+        """Refuse what has had no step for `queue_timeout` seconds; it is forgotten here."""
+        limit = self._config.queue_timeout
+        refused = []
+        while limit > 0 and self._not_begun:
+            request_id, request = next(iter(self._not_begun.items()))
+            if now - request.accepted_at < limit:
+                break
+            del self._not_begun[request_id]
+            for sequence in request.sequences:
+                if not sequence.finished:
+                    self._finish(sequence, FINISH_ERROR)
+            message = f"The request waited in the queue for {limit:g} s and had no step. Please retry later."
+            refused.append(RequestRejected(request_id, 503, message, code="overloaded", retry_after=self.queue_seconds))
+        return refused
+
+    @property
+    def queue_seconds(self) -> float:
+        """Estimate: in how many seconds what waits now will have started."""
+        bound = sum(
+            sequence.work_left
+            for request in self.requests.values()
+            for sequence in request.sequences
+            if not (sequence.is_running or sequence.finished)
+        )
+        seconds = self._load.seconds_for(bound)
+        return _RETRY_AFTER_S if seconds is None else seconds
 
     # -- workers go and come -----------------------------------------------------------------------------------
 
@@ -142,12 +202,11 @@ class Scheduler:
         culprit = self._isolation.after_death(
             (entry.sequence for record in self._in_flight for entry in record.rows), faulted=faulted
         )
+        for sequence in self._rows.drop_all():
+            self.waiting.push(sequence)
         self._reset(self._info)
         self._has_workers = False
         self._in_flight.clear()
-        for sequence in self.running:
-            self.waiting.push(sequence)
-        self.running.clear()
         for request in self.requests.values():
             request.prompt_computed = False
             for sequence in request.sequences:
@@ -172,25 +231,28 @@ class Scheduler:
         """Put the next step together; None if no sequence can go on before a result or a message arrives."""
         if not self._has_workers:
             return None
-        batch = StepBatch(self._config.max_num_batched_tokens)
         suspect = self._isolation.next_suspect()
         if suspect is not None and self._in_flight:
             return None
-        alone = suspect is not None and self._schedule_alone(suspect, batch)
+        self._shares.forget_absent(self._step)
+        budget = self._config.max_num_batched_tokens
+        assembly = StepAssembly(self._placement, self.waiting, self._shares, self._isolation, self._pace, budget)
+        alone = suspect is not None and assembly.schedule_alone(suspect)
         self._isolation.runs_alone(suspect if alone else None)
         if not alone:
-            self._schedule_decodes(batch)
-            self._schedule_chunks(batch)
-            self._admit(batch)
+            assembly.schedule_all()
+        batch = assembly.batch
         rows = batch.rows
         if not rows:
             return None
         self._step += 1
-        plan = batch.plan(self._info.epoch, self._step, self._freed_rows, self.kv.index.take_changes())
-        self._freed_rows = []
-        self._in_flight.append(StepRecord(self._step, rows))
+        plan = batch.plan(self._info.epoch, self._step, self._rows.take_freed(), self.kv.index.take_changes())
+        context = sum(entry.num_computed_after for entry in rows)
+        self._in_flight.append(StepRecord(self._step, rows, budget - batch.budget, context, self._now))
         for entry in rows:
+            entry.sequence.last_step = self._step
             request = entry.sequence.request
+            self._not_begun.pop(request.request_id, None)
             if entry.sequence.choice == 0 and entry.num_computed_after >= request.prompt_len:
                 request.prompt_computed = True
                 self._release_followers(request)
@@ -202,6 +264,8 @@ class Scheduler:
         sampled = [entry for entry in record.rows if entry.samples]
         if result.step != record.step or result.rows != [entry.row for entry in sampled]:
             raise EngineError(f"the result of step {result.step} does not answer the plan of step {record.step}")
+        self._load.done(record.num_tokens + len(sampled))
+        self._measure(record)
         bad_rows = set(result.bad_rows)
         for entry in record.rows:
             if entry.generation == entry.sequence.generation:
@@ -224,100 +288,14 @@ class Scheduler:
                 self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
         return StepOutputs(outputs, prompt_logprobs)
 
-    # -- putting a step together ----------------------------------------------------------------------------
-
-    def _schedule_alone(self, suspect: Sequence, batch: StepBatch) -> bool:
-        """A step for this sequence and no other; False if it has to wait for rows or blocks like any other."""
-        if suspect.is_running:
-            batch.add(suspect, min(suspect.num_tokens - suspect.num_computed_tokens, batch.budget))
-            return True
-        if suspect in self.waiting and self._free_rows and self._start(suspect, batch):
-            self.waiting.remove(suspect)
-            return True
-        return False
-
-    def _schedule_decodes(self, batch: StepBatch) -> None:
-        """Rows with one token to compute go first: a long prompt must not make them wait."""
-        for sequence in list(self.running):
-            left = sequence.num_tokens - sequence.num_computed_tokens
-            if left == 1 and sequence.wants_step and self._make_room(sequence, batch):
-                batch.add(sequence, 1)
-
-    def _schedule_chunks(self, batch: StepBatch) -> None:
-        """Prompts on their way, oldest first. Their blocks were taken when they were admitted."""
-        for sequence in self.running:
-            left = sequence.num_tokens - sequence.num_computed_tokens
-            if left > 1 and batch.budget > 0:
-                batch.add(sequence, min(left, batch.budget))
-
-    def _admit(self, batch: StepBatch) -> None:
-        """Waiting sequences in order, while there are rows, budget, blocks and room in the plan's message."""
-        while batch.budget > 0 and self._free_rows and batch.num_new_ids < _MAX_NEW_IDS_PER_PLAN:
-            sequence = self.waiting.peek()
-            # A preempted sequence may still have tokens in flight: its row is made from known tokens only.
-            if sequence is None or sequence.num_pending or sequence in self._isolation:
-                return
-            if not self._start(sequence, batch):
-                return
-            self.waiting.pop()
-
-    def _make_room(self, sequence: Sequence, batch: StepBatch) -> bool:
-        """A slot for the next token; preempts the youngest. False if that was the sequence itself."""
-        if not sequence.is_running:  # preempted a moment ago, for an older one
-            return False
-        first = sequence.num_computed_tokens
-        if len(sequence.table.blocks) * self._info.block_size > first:
-            return True
-        while (growth := self.kv.grow(sequence.table, first, first + 1)) is None:
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        batch.new_blocks.append(NewBlocks(sequence.row, growth.new_blocks))
-        return True
-
-    def _start(self, sequence: Sequence, batch: StepBatch) -> bool:
-        """Give the sequence a row, its prefix and blocks for all its tokens; False if they do not suffice."""
-        computed = self._share_prefix(sequence)
-        table, num_tokens = sequence.table, len(sequence.token_ids)
-        # Each running sequence will soon want a block: without this reserve, admission causes preemption.
-        reserve = len(self.running)
-        if self.kv.blocks_to_grow(table, computed, num_tokens) + reserve > self.kv.pool.num_free:
-            self.kv.release(table)
-            return False
-        growth = self.kv.grow(table, computed, num_tokens)
-        if growth is None:
-            raise EngineError("the KV pool lost blocks between counting and taking them")
-        batch.copies.extend(growth.copies)
-        sequence.row = self._free_rows.pop()
-        sequence.num_computed_tokens = sequence.num_confirmed_tokens = computed
-        if sequence.choice == 0 and sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = min(computed, sequence.request.prompt_len)
-            self.totals.cached_prompt_tokens += sequence.num_cached_tokens
-        insort(self.running, sequence, key=lambda s: s.age)
-        batch.add_new_row(new_row(sequence))
-        batch.add(sequence, min(num_tokens - computed, batch.budget))
-        return True
-
-    def _share_prefix(self, sequence: Sequence) -> int:
-        """Tokens whose KV is there already: of choice 0, whose prompt is the same, or in the prefix cache."""
-        request = sequence.request
-        leader = request.sequences[0]
-        if request.prompt_computed and leader.is_running and leader is not sequence and sequence.num_output == 0:
-            self.kv.fork(leader.table, sequence.table, request.prompt_len - 1)
-            return request.prompt_len - 1
-        return self.kv.attach_prefix(sequence.table, sequence.token_ids)
-
-    def _preempt(self, victim: Sequence) -> None:
-        """Take everything the sequence holds; its tokens are computed again later (the same bits)."""
-        self._release(victim)
-        victim.generation += 1
-        victim.num_preemptions += 1
-        victim.num_computed_tokens = victim.num_confirmed_tokens = 0
-        if victim.choice == 0:
-            victim.request.prompt_computed = False
-        self.totals.preemptions += 1
-        self.waiting.push(victim)
+    def _measure(self, record: StepRecord) -> None:
+        """How long the step took: from the result before it, or from its submission to idle workers."""
+        if self._now is None or record.submitted is None:
+            return
+        seconds = self._now - max(self._last_result, record.submitted)
+        self._last_result = self._now
+        if seconds > 0:
+            self._pace.observe(seconds, record.num_tokens, record.context)
 
     # -- applying a result ----------------------------------------------------------------------------------
 
@@ -362,13 +340,17 @@ class Scheduler:
         return sequence.output(index, [], reason, error=error)
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
+        if reason in (FINISH_STOP, FINISH_LENGTH) and sequence.work:
+            bound = (sequence.request.prompt_len if sequence.choice == 0 else 0) + 2 * sequence.request.max_tokens
+            self._load.ended(sequence.work, bound)
         sequence.finished = True
         self._isolation.clear(sequence)
         self._num_live -= 1
+        self._shares.leave(sequence.tenant, self._step)
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
         if sequence.is_running:
             self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
-            self._release(sequence)
+            self._rows.release(sequence)
         else:
             self.waiting.remove(sequence)
         request = sequence.request
@@ -377,14 +359,6 @@ class Scheduler:
         if sequence.choice == 0:
             self._release_followers(request)
         self._forget_if_finished(request)
-
-    def _release(self, sequence: Sequence) -> None:
-        """Blocks and row go back. Steps in flight may still write there: later steps run after them."""
-        self.kv.release(sequence.table)
-        self.running.remove(sequence)
-        self._freed_rows.append(sequence.row)
-        self._free_rows.append(sequence.row)
-        sequence.row = NO_ROW
 
     def _release_followers(self, request: Request) -> None:
         """The other choices may start: choice 0 has computed the prompt, or will never do so."""
@@ -395,3 +369,4 @@ class Scheduler:
     def _forget_if_finished(self, request: Request) -> None:
         if request.finished:
             self.requests.pop(request.request_id, None)
+            self._not_begun.pop(request.request_id, None)

@@ -223,7 +223,8 @@ def test_given_a_refusal_by_the_engine_when_answered_then_it_is_an_http_error_al
     error = check(response, status, code=code)
     assert error["message"] == "not now"
     if status != 400:
-        assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("2", "1500")
+        assert response.headers["retry-after"] == "2"
+        assert 1500 <= int(response.headers["retry-after-ms"]) <= 1875  # up to a quarter more
 
 
 def test_given_a_failure_in_mid_stream_when_read_then_one_error_event_ends_it_without_done(pair: Pair) -> None:

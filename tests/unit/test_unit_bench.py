@@ -13,6 +13,7 @@ import pytest
 
 from bench import report, workloads
 from bench.http_stream import RequestError, Target
+from bench.overload import jain_index
 from bench.serving import Load, Measured, meets, parse_goodput, run, send, summary
 
 pytestmark = pytest.mark.unit
@@ -161,6 +162,23 @@ def test_percentiles_when_few_values_then_they_are_interpolated_and_none_gives_0
     assert report.percentile([], 99) == 0.0
     assert report.percentile([3.0, 1.0, 2.0], 50) == 2.0
     assert report.percentile([0.0, 10.0], 75) == 7.5
+
+
+def test_jains_index_when_all_are_equal_or_one_has_all_then_it_is_1_or_one_part() -> None:
+    assert jain_index([3.0, 3.0, 3.0]) == pytest.approx(1.0)
+    assert jain_index([5.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+    assert jain_index([0.0, 0.0]) == 0.0
+
+
+def test_a_refusal_when_read_then_its_status_and_headers_are_known() -> None:
+    async def go() -> RequestError:
+        async with answering(b"HTTP/1.1 503 Busy\r\nRetry-After: 3\r\n\r\n") as target:
+            with pytest.raises(RequestError) as caught:
+                await anext(target.events("/v1/completions", {}))
+            return caught.value
+
+    error = asyncio.run(go())
+    assert (error.status, error.headers) == (503, {"retry-after": "3"})
 
 
 def test_goodput_limits_when_parsed_then_only_known_metrics_pass() -> None:

@@ -16,7 +16,7 @@ from gateway import body as body_module
 from gateway.auth import KeyRing
 from gateway.body import ByteBudget, read_json
 from gateway.errors import ApiError, to_api_error
-from gateway.limits import Limits
+from gateway.limits import Cost, Limits
 from gateway.params import resolve_params
 from gateway.schemas import ChatRequest, CompletionRequest, parse
 from gateway.sse import event, json_string
@@ -73,7 +73,7 @@ def test_given_places_when_reserved_and_released_twice_then_the_count_is_true() 
         limits.reserve("c")
     assert (mine.value.status, all_.value.status) == (429, 503)
     with pytest.raises(InvalidRequestError):
-        limits.reserve("c", 3)
+        limits.reserve("c", Cost(prompts=3))
     for permit in (first, first, second, third, third):
         permit.release()
     assert limits.num_live == 0

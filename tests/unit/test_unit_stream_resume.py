@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.answers import chunks_of
+from gateway.context import RequestInfo
 from gateway.generation import Generation, PromptState
 from gateway.metrics import GatewayMetrics
 from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
@@ -47,7 +48,7 @@ def say(
         tokenizer,
         GatewayMetrics("m", lambda: (None, None)),
         engine=EngineInfo(1, True),
-        started=0.0,
+        info=RequestInfo("r"),
         after_prompt=not is_chat,
     )
     chunks = chunks_of(generation, replace(RECORD, is_chat=is_chat), None)

@@ -1,0 +1,171 @@
+"""Too much work: `python -m bench.overload` starts a server on the demo model; `--url URL --keys K0,..,K8` takes yours.
+
+Fairness: eight light tenants alone, then beside a heavy one, then nine equal ones with a backlog.
+Overload: the most that the server does, then ten times as many requests as it can answer. Ends by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench import report
+from bench.http_stream import Target
+from bench.server import started_server
+from bench.serving import DEFAULT_VOCABULARY, first_model
+from bench.tenants import Job, LoadProcesses, Seen, Tenant, tokens_per_second
+
+NUM_LIGHT = 8
+HEAVY_STREAMS = 64
+WARM_SECONDS = 2.0  # of each phase, not counted
+SIZES = {"light": (64, 32), "heavy": (1500, 256), "equal": (128, 64), "overload": (64, 64)}  # tokens in, tokens out
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The server under test and how it is loaded."""
+
+    base_url: str
+    model: str
+    keys: tuple[str, ...]  # the heavy tenant's, then the light ones'
+    processes: LoadProcesses
+    vocab_size: int
+
+    def job(self, tenants: Sequence[Tenant], seconds: float, seed: int) -> Job:
+        """A load on this server."""
+        return Job(self.base_url, self.model, tuple(tenants), seconds, self.vocab_size, seed)
+
+    def run(self, tenants: Sequence[Tenant], seconds: float, seed: int) -> list[Seen]:
+        """Run it in a process of its own, and wait for it."""
+        return self.processes.start(self.job(tenants, seconds, seed)).result()
+
+
+def fairness(bench: Bench, seconds: float) -> dict[str, Any]:
+    """Light tenants alone and beside a heavy one; and nine equal tenants that all want more than there is."""
+    lights = [Tenant(key, 1, *SIZES["light"]) for key in bench.keys[1:]]
+    alone = bench.run(lights, seconds, 1)
+    heavy_load = bench.processes.start(
+        bench.job([Tenant(bench.keys[0], HEAVY_STREAMS, *SIZES["heavy"])], 2 * seconds, 2)
+    )
+    ramp = bench.run(lights, WARM_SECONDS + seconds / 2, 3)  # until the heavy one is there and has its rows
+    beside = bench.run(lights, seconds, 4)
+    heavy = heavy_load.result()
+    equal = bench.run([Tenant(key, 16, *SIZES["equal"]) for key in bench.keys], WARM_SECONDS + seconds, 5)
+    counts = [tokens_per_second([one], WARM_SECONDS, WARM_SECONDS + seconds) for one in equal]
+    solo, shared = ([t for one in phase for t in one.ttfts] for phase in (alone, beside))
+    return {
+        **report.spread("light_ttft_alone", [1000 * t for t in solo]),
+        **report.spread("light_ttft_beside", [1000 * t for t in shared]),
+        "light_ttft_p99_ratio": report.percentile(shared, 99) / max(report.percentile(solo, 99), 1e-9),
+        "light_requests_alone": len(solo),
+        "light_requests_beside": len(shared),
+        "heavy_output_throughput": tokens_per_second(heavy, seconds, 2 * seconds),
+        "jain_index_equal": jain_index(counts),
+        "failed_requests": sum(len(one.failures) for one in (*alone, *ramp, *beside, *heavy, *equal)),
+    }
+
+
+def overload(bench: Bench, seconds: float, factor: float) -> dict[str, Any]:
+    """The most that is possible with as many streams as rows, then `factor` times as many requests."""
+    key = bench.keys[0]
+    num_input, num_output = SIZES["overload"]
+    warm = max(seconds / 6, WARM_SECONDS)
+    most = bench.run([Tenant(key, 96, num_input, num_output)], warm + seconds / 3, 6)
+    best = tokens_per_second(most, warm, warm + seconds / 3)
+    rate = factor * best / num_output
+    start = memory()
+    (seen,) = bench.run([Tenant(key, 0, num_input, num_output, rate)], warm + seconds, 7)
+    good = tokens_per_second([seen], warm, warm + seconds)
+    end = memory()
+    return {
+        "max_output_throughput": best,
+        "offered_requests_per_second": rate,
+        "output_throughput": good,
+        "goodput_share": good / max(best, 1e-9),
+        "completed_overload": seen.completed,
+        "refused": len(seen.refusals),
+        "refused_with_retry_after": seen.num_retry_after,
+        **report.spread("refusal", [1000 * t for t in seen.refusals]),
+        "failed_requests": len(seen.failures) + len(most[0].failures),
+        "failures": sorted(set(seen.failures))[:5],
+        **{f"rss_start_mib {name}": value for name, value in start.items()},
+        **{f"rss_end_mib {name}": value for name, value in end.items()},
+    }
+
+
+def jain_index(values: Sequence[float]) -> float:
+    """Jain's index of fairness: 1 = all equal, 1/n = one has all."""
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 0.0
+
+
+def memory() -> dict[str, float]:
+    """MiB that each process of the server that we started holds, by its title."""
+    found: dict[str, float] = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            title = " ".join(process.cmdline()).strip()
+            if title.startswith("novainfer: "):
+                found[title.removeprefix("novainfer: ")] = process.memory_info().rss / 2**20
+    return found
+
+
+@contextlib.contextmanager
+def _server(arguments: argparse.Namespace) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Where it is, its model, and the tenants' keys."""
+    if arguments.url:
+        keys = tuple(arguments.keys.split(","))
+        if len(keys) != NUM_LIGHT + 1:
+            raise SystemExit(f"--keys needs the heavy tenant's key and {NUM_LIGHT} light ones'")
+        url = arguments.url.rstrip("/").removesuffix("/v1")
+        yield url, first_model(Target(url, keys[0])), keys
+        return
+    names = ["heavy", *(f"light{i}" for i in range(NUM_LIGHT))]
+    keys = tuple(f"key-{name}" for name in names)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "keys"
+        path.write_text("".join(f"{name}:{key}\n" for name, key in zip(names, keys, strict=True)))
+        with started_server("demo", "--api-key-file", str(path), *arguments.flags) as running:
+            yield running.base_url, first_model(Target(running.base_url, keys[0])), keys
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.overload", description=__doc__)
+    parser.add_argument("--url", help="a server that runs; default: one is started on the demo model")
+    parser.add_argument("--keys", default="", help="with --url: the heavy tenant's key and eight others, by commas")
+    parser.add_argument("--part", choices=("fairness", "overload", "both"), default="both")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each measured phase")
+    parser.add_argument("--factor", type=float, default=10.0, help="requests offered, in terms of the most possible")
+    parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCABULARY)
+    parser.add_argument("--output", help="JSON file for the result")
+    parser.add_argument("flags", nargs="*", help="after --: flags of the server that is started")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """The command line."""
+    arguments = _arguments()
+    figures: dict[str, Any] = {"kind": "overload", "seconds": arguments.seconds, "flags": arguments.flags}
+    with _server(arguments) as (url, model, keys), LoadProcesses(2) as processes:
+        bench = Bench(url, model, keys, processes, arguments.vocab_size)
+        failed = 0
+        if arguments.part != "overload":
+            figures |= fairness(bench, arguments.seconds)
+            failed += figures["failed_requests"]
+        if arguments.part != "fairness":
+            figures |= overload(bench, arguments.seconds, arguments.factor)
+            failed += figures["failed_requests"]
+    report.write({**figures, "failed_requests": failed}, arguments.output)
+    if failed:
+        raise SystemExit(f"{failed} requests neither ended well nor were refused")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Puts one step together: decodes, prompt chunks and new sequences under one token budget. Pure; in the scheduler."""
+
+from __future__ import annotations
+
+from novainfer.scheduler.batch import StepBatch
+from novainfer.scheduler.fairness import FairShares
+from novainfer.scheduler.isolation import Isolation
+from novainfer.scheduler.pace import StepPace
+from novainfer.scheduler.placement import Placement
+from novainfer.scheduler.queue import WaitingQueue
+from novainfer.scheduler.request import Sequence
+
+# Other tenants' sequences that start before one that lacks blocks; then they wait with it.
+MAX_PASSED = 4
+# Token ids that a plan's new rows carry before no more rows are added: a few MiB, far below the largest message.
+_MAX_NEW_IDS_PER_PLAN = 500_000
+# While several tenants are present, prompts get this part of a step's tokens, so that steps are short, and those of one
+# tenant its share of it; but never less than the other part, where steps would be short for nothing.
+_CROWDED_PART = 1 / 4
+_SMALLEST_PART = 1 / 16
+
+
+class StepAssembly:
+    """One step while its rows are chosen; `batch` is what comes of it."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        waiting: WaitingQueue,
+        shares: FairShares,
+        isolation: Isolation,
+        pace: StepPace,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.batch = StepBatch(max_num_batched_tokens)
+        self._placement = placement
+        self._rows = placement.rows
+        self._waiting = waiting
+        self._shares = shares
+        self._isolation = isolation
+        self._pace = pace
+        self._max_tokens = max_num_batched_tokens
+        self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
+
+    def schedule_alone(self, suspect: Sequence) -> bool:
+        """A step for this sequence and no other; False if it has to wait for rows or blocks like any other."""
+        if suspect.is_running:
+            self._add(suspect, min(suspect.num_tokens - suspect.num_computed_tokens, self.batch.budget))
+            return True
+        if suspect in self._waiting and self._rows.num_free and self._placement.start(suspect, self.batch):
+            self._waiting.take(suspect)
+            self._add(suspect, min(len(suspect.token_ids) - suspect.num_computed_tokens, self.batch.budget))
+            return True
+        return False
+
+    def schedule_all(self) -> None:
+        """Everybody who can go on, and new ones as long as there is room."""
+        self._placement.restore_shares()
+        self._schedule_decodes()
+        self._schedule_chunks()
+        self._admit()
+
+    def _schedule_decodes(self) -> None:
+        """Rows with one token to compute go first: a long prompt must not make them wait."""
+        order = self._placement.decode_order()
+        wanted = [s for s in order if s.num_tokens - s.num_computed_tokens == 1 and s.wants_step]
+        for sequence in self._paced(wanted):
+            # It may have been preempted a moment ago, for another one.
+            if sequence.is_running and self._placement.grow(sequence, self.batch, order):
+                self._add(sequence, 1)
+
+    def _paced(self, wanted: list[Sequence]) -> list[Sequence]:
+        """The rows of this step: those of tenants far above their share take turns where all would make it long."""
+        if self._shares.num_present < 2:
+            return wanted
+        excess = self._rows.excess()
+        base = [s for i, s in enumerate(wanted) if i == 0 or s.tenant not in excess]
+        others = [s for i, s in enumerate(wanted) if i > 0 and s.tenant in excess]
+        due = sum(self._shares.rows_due(self._shares.of(name), self._rows.num_rows) for name in excess)
+        if len(others) <= due:
+            return wanted
+        others.sort(key=lambda s: (s.last_step, s.age))
+        allowed = self._pace.rows_allowed([s.num_tokens for s in base], [s.num_tokens for s in others])
+        chosen = {id(s) for s in (*base, *others[: max(allowed, due)])}
+        return [s for s in wanted if id(s) in chosen]
+
+    def _schedule_chunks(self) -> None:
+        """Prompts on their way, oldest first, the least served tenant's before. They have their blocks already."""
+        found: dict[str, list[Sequence]] = {}
+        for sequence in self._rows.running:
+            if sequence.num_tokens - sequence.num_computed_tokens > 1:
+                found.setdefault(sequence.tenant, []).append(sequence)
+        for name in sorted(found, key=lambda name: (self._shares.of(name).served, found[name][0].age)):
+            for sequence in found[name]:
+                room = self._chunk_room(name)
+                if room <= 0:
+                    break
+                self._add_chunk(sequence, min(sequence.num_tokens - sequence.num_computed_tokens, room))
+
+    def _admit(self) -> None:
+        """Waiting sequences in order, while there are rows, budget, blocks and room in the plan's message."""
+        passing: dict[str, Sequence] = {}  # tenants whose first sequence cannot start now
+        lacking: list[Sequence] = []  # those of them that lack blocks
+        while self._rows.num_free and self.batch.num_new_ids < _MAX_NEW_IDS_PER_PLAN:
+            sequence = self._waiting.peek(passing)
+            if sequence is None or sequence in self._isolation or self.batch.budget <= 0:
+                return  # a suspect runs alone, and nobody takes the room it waits for
+            if not self._may_start(sequence):
+                passing[sequence.tenant] = sequence
+            elif self._placement.start(sequence, self.batch):
+                self._waiting.take(sequence)
+                left = len(sequence.token_ids) - sequence.num_computed_tokens
+                self._add_chunk(sequence, min(left, self._chunk_room(sequence.tenant)))
+                for passed in lacking:
+                    passed.num_passed += 1
+            else:
+                lacking.append(sequence)
+                passing[sequence.tenant] = sequence
+            if any(passed.num_passed >= MAX_PASSED for passed in lacking):
+                return
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Whether rows and tokens allow it.
+
+        A preempted sequence may still have tokens in flight: its row is made from known tokens only.
+        """
+        if sequence.num_pending or self._chunk_room(sequence.tenant) <= 0:
+            return False
+        tenant = self._shares.of(sequence.tenant)
+        return self._rows.num_free > self._shares.rows_kept_free(tenant, self._rows.num_rows)
+
+    def _chunk_room(self, name: str) -> int:
+        """Prompt tokens that the tenant may still have in this step."""
+        part = 1.0
+        if self._shares.num_present > 1:
+            part = max(self._shares.share(self._shares.of(name)) * _CROWDED_PART, _SMALLEST_PART)
+        limit = max(int(part * self._max_tokens), 1)
+        return min(limit - self._chunk_tokens.get(name, 0), self.batch.budget)
+
+    def _add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        self._chunk_tokens[sequence.tenant] = self._chunk_tokens.get(sequence.tenant, 0) + num_tokens
+        self._add(sequence, num_tokens)
+
+    def _add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Schedule the sequence's next tokens; its tenant is charged for them as far as they are new."""
+        samples = self.batch.add(sequence, num_tokens)
+        units = max(sequence.num_computed_tokens - sequence.num_charged_tokens, 0) + samples
+        sequence.num_charged_tokens = max(sequence.num_charged_tokens, sequence.num_computed_tokens)
+        sequence.work += units
+        self._shares.charge(sequence.tenant, units)

@@ -1,0 +1,67 @@
+"""How long a step will take, learnt from those before: one tenant's rows shall not slow everybody's steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Tenants far above their share may double the time of a step; steps of up to this many seconds disturb nobody.
+UNDISTURBED_SECONDS = 0.02
+_KEPT = 0.99  # of what earlier steps said, after each step
+_RIDGE = 1e-3
+_MIN_STEPS = 20
+_CONTEXT_UNIT = 1000.0  # tokens; keeps the numbers of one size
+_TOKEN_UNIT = 100.0
+
+
+class StepPace:
+    """Least squares, forgetting: seconds = a + b * tokens computed + c * tokens of context that they attend to."""
+
+    def __init__(self) -> None:
+        self._moments = [[_RIDGE if i == j else 0.0 for j in range(3)] for i in range(3)]
+        self._sums = [0.0, 0.0, 0.0]
+        self._num_steps = 0
+        self._weights: tuple[float, ...] | None = None
+
+    def observe(self, seconds: float, num_tokens: int, context: int) -> None:
+        """A step with so many tokens took so long."""
+        x = (1.0, num_tokens / _TOKEN_UNIT, context / _CONTEXT_UNIT)
+        for i in range(3):
+            self._sums[i] = self._sums[i] * _KEPT + x[i] * seconds
+            row = self._moments[i]
+            for j in range(3):
+                row[j] = row[j] * _KEPT + x[i] * x[j] + (_RIDGE * (1 - _KEPT) if i == j else 0.0)
+        self._num_steps += 1
+        self._weights = None
+
+    def rows_allowed(self, base: Sequence[int], others: Sequence[int]) -> int:
+        """How many of `others` a step with the rows `base` may hold too; each row is given by its context in tokens."""
+        if self._num_steps < _MIN_STEPS:
+            return len(others)
+        allowed = max(2 * self._predict(len(base), sum(base)), UNDISTURBED_SECONDS)
+        context = sum(base)
+        for count, length in enumerate(others):
+            context += length
+            if self._predict(len(base) + count + 1, context) > allowed:
+                return count
+        return len(others)
+
+    def _predict(self, num_tokens: int, context: int) -> float:
+        if self._weights is None:
+            self._weights = tuple(max(value, 0.0) for value in _solve(self._moments, self._sums))
+        a, b, c = self._weights
+        return a + b * num_tokens / _TOKEN_UNIT + c * context / _CONTEXT_UNIT
+
+
+def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """The solution of a small positive definite system, by elimination."""
+    size = len(right)
+    rows = [[*matrix[i], right[i]] for i in range(size)]
+    for i in range(size):
+        for k in range(i + 1, size):
+            factor = rows[k][i] / rows[i][i]
+            rows[k] = [below - factor * above for below, above in zip(rows[k], rows[i], strict=True)]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(rows[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (rows[i][size] - known) / rows[i][i]
+    return found

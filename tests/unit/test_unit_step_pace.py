@@ -1,0 +1,49 @@
+"""What a scheduler learns of the time that steps take, and how many rows of a heavy tenant that allows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from novainfer.scheduler.pace import UNDISTURBED_SECONDS, StepPace
+
+pytestmark = [pytest.mark.unit, pytest.mark.stage1]
+
+
+def learnt(fixed: float, per_row: float, per_context: float, *, noise: float = 0.0) -> StepPace:
+    """From 300 steps of 1 to 64 rows with up to 2000 tokens of context each."""
+    rng = random.Random(3)
+    pace = StepPace()
+    for _ in range(300):
+        rows, length = rng.randrange(1, 65), rng.randrange(10, 2000)
+        seconds = fixed + per_row * rows + per_context * rows * length
+        pace.observe(seconds * (1 + noise * rng.uniform(-1, 1)), rows, rows * length)
+    return pace
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_given_steps_that_grow_with_context_when_rows_are_asked_for_then_a_step_at_most_doubles(noise: float) -> None:
+    pace = learnt(0.01, 0.0001, 2e-6, noise=noise)
+    base = [1000] * 8  # 27 ms by themselves
+    allowed = pace.rows_allowed(base, [2000] * 56)
+    seconds = 0.01 + 0.0001 * (8 + allowed) + 2e-6 * (8000 + 2000 * allowed)
+    assert seconds == pytest.approx(2 * 0.0268, rel=0.15)
+
+
+def test_given_steps_that_hardly_grow_when_rows_are_asked_for_then_all_may_run() -> None:
+    assert learnt(0.025, 0.00001, 1e-9).rows_allowed([100] * 8, [2000] * 56) == 56
+
+
+def test_given_short_steps_when_rows_are_asked_for_then_up_to_the_time_that_disturbs_nobody() -> None:
+    allowed = learnt(0.001, 0.001, 0.0).rows_allowed([], [100] * 56)
+    assert 0.001 + 0.001 * allowed == pytest.approx(UNDISTURBED_SECONDS, abs=0.0015)
+
+
+def test_given_few_steps_when_rows_are_asked_for_then_nothing_is_known_and_all_may_run() -> None:
+    pace = StepPace()
+    for _ in range(19):
+        pace.observe(1.0, 64, 64_000)
+    assert pace.rows_allowed([10], [1000] * 60) == 60
+    pace.observe(1.0, 64, 64_000)
+    assert pace.rows_allowed([10], [1000] * 60) < 60
