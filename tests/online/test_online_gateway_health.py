@@ -144,7 +144,7 @@ def test_given_a_scheduler_restart_when_streams_are_open_then_clients_see_the_sa
 def test_given_a_lost_engine_when_streams_are_open_then_each_ends_with_one_error(
     lonely: tuple[GatewayThread, Endpoint], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_client, "BEAT_SECONDS", 0.05)
     gateway, endpoint = lonely
     scheduler = ScriptedScheduler(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size)
     scheduler.tokens_before_pause = 2
