@@ -133,7 +133,7 @@ class CompletionChunks(_Chunks):
         logprobs = "null"
         if self._record.echo and self._record.logprobs:
             entries = self._generation.prompt_logprobs(prompt)
-            logprobs = _dumps(completion_logprobs(entries, self._generation.first_token(prompt)))
+            logprobs = _dumps(completion_logprobs(entries, self._generation.prompt_places(prompt)))
         fields = f'"text":{json_string(prompt.echo)},"logprobs":{logprobs},"finish_reason":null,"stop_reason":null'
         if self._record.token_ids:
             fields += f',"prompt_token_ids":{prompt.token_ids}'
@@ -174,7 +174,7 @@ def completion_answer(
         if request.logprobs is not None:
             before = generation.prompt_logprobs(prompt) if request.echo else []
             entries: list[TokenLogprob | None] = [*before, *whole.logprobs]
-            logprobs = completion_logprobs(entries, generation.first_token(prompt))
+            logprobs = completion_logprobs(entries, generation.prompt_places(prompt) if request.echo else ())
         choice: dict[str, Any] = {
             "index": whole.choice,
             "text": prompt.echo + whole.text,

@@ -14,7 +14,7 @@ MAX_HEADER_BYTES = 64 * 1024
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers come too slowly or are too large.
+    """Closes a connection whose request line and headers come too slowly, or are too large (after a 431).
 
     The clock runs from the connection, or from the first byte of a later request, until the headers are complete;
     between requests uvicorn's own keep-alive timeout rules. A connection that has more to send than its buffers hold,
@@ -27,6 +27,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
+        self._is_refused = False
         self._start_header_timer()
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -36,11 +37,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._header_bytes += len(data)
+            if self._header_bytes > 8 * MAX_HEADER_BYTES:
+                self.transport.close()
+            return
         super().data_received(data)
         if self._header_timer is not None:  # the headers are still not complete
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
-                self.transport.close()
+                self._refuse()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -54,9 +60,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """For bytes that are no HTTP request: an answer in the shape of all others."""
-        body = json.dumps(ApiError(400, msg, "invalid_http").body).encode()
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self._write_last(b"400 Bad Request", ApiError(400, msg, "invalid_http"))
         self.transport.close()
 
     def pause_writing(self) -> None:
@@ -82,6 +86,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
+
+    def _refuse(self) -> None:
+        """Say that the headers are too large, and read on for a while: the client may not have sent all of them yet,
+        and bytes that nobody reads would reset the connection, our answer with it.
+        """
+        self._is_refused = True
+        words = f"The request's headers are larger than {MAX_HEADER_BYTES // 1024} KiB."
+        self._write_last(b"431 Request Header Fields Too Large", ApiError(431, words, "headers_too_large"))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def _write_last(self, status: bytes, error: ApiError) -> None:
+        body = json.dumps(error.body).encode()
+        head = b"HTTP/1.1 " + status + b"\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
 
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)

@@ -15,7 +15,7 @@ from starlette.types import Receive
 from gateway.body import ClientGone
 from gateway.context import RequestInfo
 from gateway.metrics import GatewayMetrics
-from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, TokenText, describe_prompt, describe_token
+from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, TokenText, describe_prompt, prompt_places
 from novainfer.client.stream import RequestStream
 from novainfer.errors import DeadlineError
 from novainfer.protocol.messages import FINISH_CANCELLED, EngineInfo, Logprobs, PromptLogprobs, TokenOutput
@@ -137,12 +137,12 @@ class Generation:
         return self.outputs[first : first + self._n]
 
     def prompt_logprobs(self, prompt: PromptState) -> list[TokenLogprob | None]:
-        """Those of one prompt, complete once its first output token has come."""
+        """Those of one prompt, complete once its first output token has come; see `describe_prompt`."""
         return describe_prompt(self._tokenizer, prompt.token_ids, prompt.logprobs)
 
-    def first_token(self, prompt: PromptState) -> TokenText:
-        """The prompt's first token, which has no log-probability."""
-        return describe_token(self._tokenizer, prompt.token_ids[0])
+    def prompt_places(self, prompt: PromptState) -> list[tuple[TokenText, int]]:
+        """Its tokens, and where they are in its text: for those that have no log-probability, as the first."""
+        return prompt_places(self._tokenizer, prompt.token_ids)
 
     def usage(self) -> dict[str, Any]:
         """Counts so far: sampled ids, whether or not they became text."""

@@ -27,18 +27,21 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob | None], first: TokenText | None = None) -> dict[str, Any]:
-    """`choices[].logprobs` of a text completion. None is the prompt's first token, whose words are `first`."""
+def completion_logprobs(
+    entries: Sequence[TokenLogprob | None], prompt: Sequence[tuple[TokenText, int]] = ()
+) -> dict[str, Any]:
+    """`choices[].logprobs` of a text completion. None is a token of the echoed prompt, whose places are `prompt`."""
     tokens: list[str] = []
     logprobs: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    for entry in entries:
+    for number, entry in enumerate(entries):
         if entry is None:
-            tokens.append("" if first is None else label(first))
+            token, offset = prompt[number]
+            tokens.append(label(token))
             logprobs.append(None)
             tops.append(None)
-            offsets.append(0)
+            offsets.append(offset)
             continue
         name = label(entry.token)
         tokens.append(name)

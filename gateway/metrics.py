@@ -19,7 +19,7 @@ _BETWEEN_TOKENS_BUCKETS = (
 _WHOLE_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS"})
 
-EngineState = Callable[[], tuple[EngineInfo | None, EngineStats | None]]
+EngineState = Callable[[], tuple[EngineInfo | None, EngineStats | None, int]]  # and `num_protocol_errors`
 
 
 class GatewayMetrics:
@@ -73,8 +73,9 @@ class _EngineCollector(Collector):
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        info, stats = self._state()
+        info, stats, num_protocol_errors = self._state()
         yield self._gauge("engine_ready", "1 when the engine takes requests.", bool(info and info.ready))
+        yield self._counter("protocol_errors", "Broken messages of the engine, dropped.", num_protocol_errors)
         if stats is None:
             return
         used = stats.num_blocks - stats.num_free_blocks
@@ -91,9 +92,11 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens_total)
         yield self._counter("prefix_cache_hits", "Prompt tokens found cached.", stats.cached_prompt_tokens_total)
         yield self._counter("num_preemptions", "Sequences preempted.", stats.preemptions_total)
-        yield self._counter("requests_accepted", "Requests accepted.", stats.accepted_total)
+        yield self._counter("requests_accepted", "Requests (of one or more choices) accepted.", stats.accepted_total)
         finished = CounterMetricFamily(
-            "novainfer_requests", "Choices finished.", labels=["model_name", "engine", "finish_reason"]
+            "novainfer_choices_finished",
+            "Choices finished, by their finish reason.",
+            labels=["model_name", "engine", "finish_reason"],
         )
         for reason, count in sorted(stats.finished_total.items()):
             finished.add_metric([*self._labels, reason], count)

@@ -145,6 +145,11 @@ UNSUPPORTED = frozenset(
     }
 )
 UNSUPPORTED_PREFIX = "guided_"
+_UNIONS = {
+    "prompt": "it is a string, a list of strings, a list of token ids (whole numbers from 0), or a list of such lists",
+    "stop": "it is a string or a list of strings",
+    "tool_choice": "it is a string or an object",
+}
 _PRINTABLE = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_NAMES = 32
 
@@ -184,6 +189,5 @@ def _invalid(error: ValidationError) -> InvalidRequestError:
     param = _shown(where[0]) if where else None
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is missing.", param=param, code="missing_required_parameter")
-    of_union = param in ("prompt", "stop", "tool_choice")
-    message = "it has none of the allowed types" if of_union else first["msg"]
+    message = _UNIONS.get(param or "", first["msg"])
     return InvalidRequestError(f"Invalid value for {param}: {message}.", param=param)

@@ -27,7 +27,7 @@ from gateway.quotas import quotas_of
 from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
-from novainfer.checkpoint import resolve_checkpoint
+from novainfer.checkpoint import resolve_checkpoint, vocab_size
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig
 from novainfer.errors import ConfigError, DeadlineError, InvalidRequestError, OverloadedError
@@ -63,7 +63,9 @@ class GatewayService:
             max_per_tenant=server.max_requests_per_key,
             quotas=quotas_of(config.keys, server.num_gateways),
         )
-        self.metrics = GatewayMetrics(self.model_names[0], lambda: (client.info, client.stats))
+        self.metrics = GatewayMetrics(
+            self.model_names[0], lambda: (client.info, client.stats, client.num_protocol_errors)
+        )
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes)
@@ -79,6 +81,7 @@ class GatewayService:
         model = config.model
         folder = resolve_checkpoint(model.tokenizer or model.model, revision=model.revision)
         tokenizer = Tokenizer.load(folder)
+        tokenizer.check_fits(vocab_size(resolve_checkpoint(model.model, revision=model.revision)))
         override = None
         if model.chat_template is not None:
             try:

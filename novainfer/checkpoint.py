@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from novainfer.config import DEMO_MODEL
+from novainfer.config import DEMO_MODEL, ModelConfig
 from novainfer.errors import ConfigError
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
@@ -22,6 +22,25 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*.jinja",
     "generation_config.json",
     "config.json",
+)
+# The sizes in a config.json, by all the names that they have, and the largest that is no slip of the pen.
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
+    **dict.fromkeys(("intermediate_size", "n_inner", "moe_intermediate_size", "ffn_dim"), 2**24),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2**14),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**16),
+    "vocab_size": 2**26,
+}
+_LENGTHS = ("max_position_embeddings", "n_positions")
+_LONGEST = 2**26  # tokens
+_ROTARY_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "attention_factor",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DEMO_FOLDER = Path(__file__).resolve().parent / "assets" / "demo"
@@ -77,6 +96,57 @@ def model_digest(folder: Path) -> str:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     return "sha256:" + digest.hexdigest()
+
+
+def check_model(config: ModelConfig) -> Path:
+    """The folder of the model, whose config.json holds numbers that a model can have. Raises `ConfigError`.
+
+    For every door: it takes no time, where a size that is nonsense costs minutes and all the memory.
+    """
+    folder = resolve_checkpoint(config.model, revision=config.revision)
+    found = read_json(folder / "config.json")
+    text = found.get("text_config")
+    values = found if not isinstance(text, dict) else {**found, **text}
+    try:
+        for name, highest in _SIZES.items():
+            if values.get(name) is not None:
+                _check_number(name, values[name], 1, highest)
+        for name in _LENGTHS:
+            # Too long a model is served as far as it is asked for.
+            if values.get(name) is not None:
+                _check_number(name, values[name], 1, float("inf") if config.max_model_len else _LONGEST)
+        for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+            _check_positive(name, values.get(name))
+    except ValueError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from None
+    return folder
+
+
+def _check_number(name: str, value: object, lowest: int, highest: float) -> None:
+    if isinstance(value, list):  # one for each layer
+        for item in value:
+            _check_number(name, item, lowest, highest)
+    elif isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        limit = f"between {lowest} and {highest}" if highest != float("inf") else f"at least {lowest}"
+        raise ValueError(f"{name} must be a whole number {limit}, not {value!r}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    """All numbers in it that rotary embeddings divide by, or take the logarithm of."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, dict) or key in _ROTARY_NUMBERS:
+                _check_positive(f"{name}.{key}", item)
+    elif value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+        raise ValueError(f"{name} must be a number above 0, not {value!r}")
+
+
+def vocab_size(folder: Path) -> int | None:
+    """How many token ids the model in `folder` has, as far as its config.json says it in the usual way."""
+    found = read_json(folder / "config.json")
+    text = found.get("text_config")
+    size = found.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -61,8 +61,9 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
     """Starts servers with given flags; those that still run at the end of the test are stopped."""
     servers: list[RunningServer] = []
 
-    def start(*flags: str) -> RunningServer:
-        servers.append(RunningServer(*flags, log=tmp_path / f"server-{len(servers)}.log"))
+    def start(*flags: str, leads_group: bool = False) -> RunningServer:
+        log = tmp_path / f"server-{len(servers)}.log"
+        servers.append(RunningServer(*flags, log=log, leads_group=leads_group))
         return servers[-1]
 
     yield start

@@ -300,7 +300,8 @@ class ScriptedScheduler:
             return
         entries = [self._logprob(token, top) for token in request.prompt_token_ids[1:]]
         half = len(entries) // 2
-        for start, part in ((1, entries[:half]), (1 + half, entries[half:])):
+        parts = ((1, entries[:half]), (1 + half, entries[half:]))
+        for start, part in parts[:1] if self.tokens_before_pause == 0 else parts:  # the prompt is half computed
             piece = PromptLogprobs(request.request_id, start, part)
             self._send(identity, OutputBatch(self.epoch, self.step, [], [piece]))
 

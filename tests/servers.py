@@ -31,11 +31,17 @@ class RunningServer:
     """One `novainfer serve`. `stop` asserts that it ends with status 0 and leaves nothing behind."""
 
     def __init__(
-        self, *flags: str, log: Path, environ: dict[str, str] | None = None, prefix: Sequence[str] = ()
+        self,
+        *flags: str,
+        log: Path,
+        environ: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        leads_group: bool = False,
     ) -> None:
         """Start with these flags on a free port and wait until it is ready.
 
-        `prefix` is a command that runs the server as its only child, somewhere else.
+        `prefix` is a command that runs the server as its only child, somewhere else. `leads_group`: the server's
+        process group has its pid, and nobody of ours is in it.
         """
         command = [*prefix, sys.executable, "-m", "novainfer.entrypoints.cli", "serve", "--port", "0", *flags]
         self._log = log
@@ -44,7 +50,13 @@ class RunningServer:
         self._is_ready = threading.Event()
         with open(log, "w", encoding="utf-8") as errors:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environ,
+                process_group=0 if leads_group else None,
             )
         self._reader = threading.Thread(target=self._read, name="server-output")
         self._reader.start()

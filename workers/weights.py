@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -87,6 +88,15 @@ class WeightReader:
             self._open.pop(path, None)
         if self._progress is not None:
             self._progress(len(self._files) - len(self._unread), len(self._files))
+
+
+def find_bad_tensor(folder: Path) -> str | None:
+    """The name of a tensor that holds NaN or an infinity. Reads all of them."""
+    for name, path in sorted(_tensor_files(folder).items()):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            if not torch.isfinite(file.get_tensor(name)).all():
+                return name
+    return None
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

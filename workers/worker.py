@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from kernels.backend import KernelBackend, select_backend
-from novainfer.config import ParallelConfig, ServeConfig
+from novainfer.config import ModelConfig, ParallelConfig, ServeConfig
 from novainfer.errors import ConfigError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.step import NewRow, StepPlan
 from novainfer.sampling.params import SamplingParams
+from workers.checkpoint import find_checkpoint
 from workers.kv_cache import CacheSize, KVCache, block_bytes, cpu_budget, fit_cache, gpu_budget, resolve_max_model_len
 from workers.launch import RankPlace
 from workers.mode import find_mode
@@ -25,6 +26,7 @@ from workers.models.base import CausalLM
 from workers.models.loader import load_model
 from workers.request_states import RequestStates, RowLimits
 from workers.tensor_parallel import TensorParallel
+from workers.weights import find_bad_tensor
 
 Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -67,7 +69,9 @@ class Worker:
         limits = _limits(config, model, size)
         runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache)
         progress(STAGE_WARM_UP, 0, 1)
-        _run_dummy(runner, min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 2))
+        num_tokens = min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 2)
+        if not _run_dummy(runner, num_tokens):
+            raise ConfigError(_why_not_finite(config.model))
         info = ExecutorInfo(
             epoch=place.epoch,
             num_blocks=size.num_blocks,
@@ -142,14 +146,22 @@ def _size_cache(
     return fit_cache(config, max_position, per_block, gpu_budget(config, device) - sampling_bytes)
 
 
-def _run_dummy(runner: ModelRunner, num_tokens: int) -> None:
+def _why_not_finite(config: ModelConfig) -> str:
+    name = find_bad_tensor(find_checkpoint(config.model, config.revision))
+    if name is None:
+        return "the model's first logits are not finite: its numbers do not fit into this type, try another --dtype"
+    return f"the model's first logits are not finite: tensor '{name}' of the checkpoint holds NaN or infinity"
+
+
+def _run_dummy(runner: ModelRunner, num_tokens: int) -> bool:
     """Prefill num_tokens and decode once, greedily and sampled, then leave the rows as they were.
 
+    False if logits were not finite (rank 0 alone sees them).
     Pays for lazy initialisation and compilation before the first request does. What it leaves in the KV blocks is never
     read: a slot is written before it belongs to a context.
     """
     if num_tokens < 1:
-        return
+        return True
     block_size = runner.states.limits.block_size
     new = NewRow(
         row=0,
@@ -160,6 +172,9 @@ def _run_dummy(runner: ModelRunner, num_tokens: int) -> None:
         params=SamplingParams(seed=0, top_p=0.9, logprobs=0),
         choice=0,
     )
-    runner.execute(StepPlan(epoch=0, step=0, rows=[0], num_new_tokens=[num_tokens], new_rows=[new]))
-    runner.execute(StepPlan(epoch=0, step=1, rows=[0], num_new_tokens=[1]))
-    runner.execute(StepPlan(epoch=0, step=2, rows=[], num_new_tokens=[], freed_rows=[0]))
+    results = [
+        runner.execute(StepPlan(epoch=0, step=0, rows=[0], num_new_tokens=[num_tokens], new_rows=[new])),
+        runner.execute(StepPlan(epoch=0, step=1, rows=[0], num_new_tokens=[1])),
+        runner.execute(StepPlan(epoch=0, step=2, rows=[], num_new_tokens=[], freed_rows=[0])),
+    ]
+    return not any(result.bad_rows for result in results if result is not None)

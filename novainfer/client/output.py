@@ -154,11 +154,20 @@ def describe_logprobs(tokenizer: Tokenizer, entry: Logprobs, text_offset: int) -
 def describe_prompt(
     tokenizer: Tokenizer, prompt_token_ids: list[int], entries: list[Logprobs]
 ) -> list[TokenLogprob | None]:
-    """Prompt log-probabilities, one per token; the first token has none. `entries`: those of tokens 1, 2, ..."""
-    described: list[TokenLogprob | None] = [None]
+    """Prompt log-probabilities, one per token; the first token has none. `entries`: those of tokens 1, 2, ...
+
+    A prompt that was not computed to its end, because its request was cancelled, has None for the tokens at its end.
+    """
+    places = zip(entries, prompt_places(tokenizer, prompt_token_ids)[1:], strict=False)
+    described = [describe_logprobs(tokenizer, entry, offset) for entry, (_, offset) in places]
+    return [None, *described, *[None] * (len(prompt_token_ids) - 1 - len(described))]
+
+
+def prompt_places(tokenizer: Tokenizer, prompt_token_ids: list[int]) -> list[tuple[TokenText, int]]:
+    """Each token of a prompt, and how many characters of the prompt's text were finished before it."""
     detokenizer = Detokenizer(tokenizer)
-    offset = len(detokenizer.feed(prompt_token_ids[:1]))
-    for token_id, entry in zip(prompt_token_ids[1:], entries, strict=True):
-        described.append(describe_logprobs(tokenizer, entry, offset))
+    places, offset = [], 0
+    for token_id in prompt_token_ids:
+        places.append((describe_token(tokenizer, token_id), offset))
         offset += len(detokenizer.feed((token_id,)))
-    return described
+    return places

@@ -27,9 +27,9 @@ class EngineCore:
         """See `Scheduler.add`."""
         return self.scheduler.add(message, now)
 
-    def cancel(self, request_id: str, choice: int = -1) -> list[TokenOutput]:
+    def cancel(self, request_id: str, choice: int = -1, *, complete: bool = False) -> list[TokenOutput]:
         """See `Scheduler.cancel`."""
-        return self.scheduler.cancel(request_id, choice)
+        return self.scheduler.cancel(request_id, choice, complete=complete)
 
     def lose_workers(self, *, faulted: bool) -> list[TokenOutput]:
         """See `Scheduler.lose_workers`."""

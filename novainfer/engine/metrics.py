@@ -17,7 +17,7 @@ def collect_stats(scheduler: Scheduler, epoch: int, seconds_since_progress: floa
         num_blocks=scheduler.kv.pool.num_blocks,
         num_free_blocks=scheduler.kv.pool.num_free,
         accepted_total=totals.accepted,
-        finished_total=dict(totals.finished),
+        finished_total=totals.by_reason,
         prompt_tokens_total=totals.prompt_tokens,
         cached_prompt_tokens_total=totals.cached_prompt_tokens,
         generation_tokens_total=totals.generation_tokens,

@@ -123,7 +123,8 @@ class Replica:
         info = self._executor.try_ready()
         if info is None:
             return False
-        logger.info("all ranks are ready: %s", info)
+        room = f"{info.num_blocks} KV blocks of {info.block_size} tokens, context of {info.max_model_len} tokens"
+        logger.info("all ranks are ready (epoch %d): %s, mode %s", info.epoch, room, info.mode)
         self._has_workers = True
         if self._engine is None:
             self._engine = EngineCore(self._executor, self._config, self._executor.held)
@@ -231,7 +232,7 @@ class Replica:
                 self._publish(ended, [])
 
     def _cancel(self, engine: EngineCore, message: CancelRequest) -> None:
-        self._publish(engine.cancel(message.request_id, message.choice), [])
+        self._publish(engine.cancel(message.request_id, message.choice, complete=message.complete), [])
         if not message.complete and not self._is_live(message.request_id):
             self._orphans.pop(message.request_id)
 
@@ -248,7 +249,9 @@ class Replica:
         """Give up those that are gone, and the requests that nobody has claimed in time."""
         for identity, gateway in list(self._gateways.items()):
             if not gateway.is_reachable or now - gateway.heard_at > GATEWAY_PATIENCE:
-                logger.warning("gateway %s is gone", gateway.gateway_id)
+                owns = any(owner == identity for owner, _ in self._owned.values())
+                words = "gateway %s is gone, its requests wait to be claimed" if owns else "gateway %s is gone"
+                logger.log(logging.WARNING if owns else logging.INFO, words, gateway.gateway_id)
                 self._orphan(identity, now)
         for request_id in self._orphans.expired(now):
             if self._engine is not None:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from novainfer.checkpoint import resolve_checkpoint
+from novainfer.checkpoint import check_model, resolve_checkpoint
 from novainfer.config import ServeConfig, check
 from novainfer.entrypoints.options import resolve
 from novainfer.entrypoints.serve import with_port
 from novainfer.errors import ConfigError
-from novainfer.transport.addresses import RunDir
+from novainfer.transport.addresses import RunDir, check_space
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 _GIB = 1024**3
@@ -133,12 +133,13 @@ def port(config: ServeConfig) -> Verdict:
 
 
 def run_directory(config: ServeConfig) -> Verdict:
-    """Whether sockets can be made where they will lie."""
+    """Whether sockets and files can be made where they will lie."""
     try:
         parent = Path(config.server.run_dir or tempfile.gettempdir())
+        check_space(parent)
         RunDir(parent / "novainfer-12345678").supervisor().check()
     except ConfigError as error:
-        return Verdict("run directory", FAIL, str(error), "choose a shorter --run-dir (or TMPDIR)")
+        return Verdict("run directory", FAIL, str(error), "choose another --run-dir (or TMPDIR)")
     return Verdict("run directory", OK, str(parent))
 
 
@@ -156,7 +157,7 @@ def ray(config: ServeConfig) -> Verdict:
 def model(config: ServeConfig) -> Verdict:
     """Whether the checkpoint is there and readable."""
     try:
-        folder = resolve_checkpoint(config.model.model, revision=config.model.revision)
+        folder = check_model(config.model)
     except ConfigError as error:
         return Verdict("model", FAIL, str(error), "give a checkpoint folder, a hub id that can be reached, or 'demo'")
     missing = [name for name in ("config.json", "tokenizer.json") if not os.access(folder / name, os.R_OK)]

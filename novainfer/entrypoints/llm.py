@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import count
 from types import TracebackType
@@ -13,11 +14,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from novainfer.checkpoint import resolve_checkpoint
+from novainfer.checkpoint import check_model, resolve_checkpoint, vocab_size
 from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, describe_prompt
-from novainfer.config import COMPONENTS, DEMO_MODEL, ServeConfig, check
+from novainfer.config import DEMO_MODEL, ServeConfig, check
 from novainfer.engine.core import EngineCore
-from novainfer.errors import ConfigError, InvalidRequestError, NovaInferError
+from novainfer.entrypoints.options import OPTIONS, build_config, parse_yaml_value
+from novainfer.errors import ConfigError, InvalidRequestError
 from novainfer.executor.base import Executor
 from novainfer.protocol.messages import AddRequest, Logprobs, TokenOutput
 from novainfer.sampling.params import MAX_SEED, SamplingParams
@@ -56,13 +58,17 @@ class LLM:
         if executor not in ("local", "ray"):
             raise ConfigError(f"executor is 'local' or 'ray', not {executor!r}")
         names = self.config.model
-        self.tokenizer = Tokenizer.load(resolve_checkpoint(names.tokenizer or names.model, revision=names.revision))
+        folder = check_model(names)
+        at = folder if names.tokenizer is None else resolve_checkpoint(names.tokenizer, revision=names.revision)
+        self.tokenizer = Tokenizer.load(at)
+        self.tokenizer.check_fits(vocab_size(folder))
         use_ray = executor == "ray" or self.config.parallel.tensor_parallel_size > 1
         self._executor = _ray_executor(self.config) if use_ray else _local_executor(self.config)
         self._engine = EngineCore(self._executor, self.config)
-        vocab_size = self._executor.info.vocab_size  # an id beyond it is never sampled
-        self._eos_token_ids = [i for i in self.tokenizer.eos_token_ids if i < vocab_size]
+        num_ids = self._executor.info.vocab_size  # an id beyond it is never sampled
+        self._eos_token_ids = [i for i in self.tokenizer.eos_token_ids if i < num_ids]
         self._live: dict[str, _Live] = {}
+        self._ended: list[dict[str, Any]] = []  # results that `step` has not returned yet
         self._numbers = count()
 
     @property
@@ -79,18 +85,23 @@ class LLM:
         """Complete every prompt (text, or token ids); always a list of dicts, in the order of the prompts.
 
         Keys: request_id, prompt_token_ids, text, token_ids, finish_reason, stop_reason, logprobs, usage,
-        prompt_logprobs and `choices` (one dict per choice; the keys above it repeat choice 0).
-        Raises `InvalidRequestError` before anything runs if a prompt or its parameters are wrong.
+        prompt_logprobs, error (words where the finish reason is 'error') and `choices` (one dict per choice; the other
+        keys repeat choice 0). Raises `InvalidRequestError` before anything runs if a prompt or its parameters are
+        wrong. Whatever is raised, none of these prompts is live afterwards.
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         params = self._params_for(items, sampling_params)
         ids: list[str] = []
         try:
-            ids.extend(self.add_request(item, p) for item, p in zip(items, params, strict=True))
-        except NovaInferError:
+            for item, one in zip(items, params, strict=True):
+                ids.append(self.add_request(item, one))
+            return self._finish(ids, use_tqdm)
+        finally:
             for request_id in ids:
                 self.cancel(request_id)
-            raise
+
+    def _finish(self, ids: list[str], use_tqdm: bool) -> list[dict[str, Any]]:
+        """Run until these requests have ended; their results."""
         wanted = set(ids)
         results: dict[str, dict[str, Any]] = {}
         with tqdm(total=len(ids), desc="Requests", disable=not use_tqdm) as progress:
@@ -108,8 +119,9 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[dict[str, Any]]:
         """Answer one conversation, or each of a list; results as `generate`'s. Messages are OpenAI's dicts."""
-        one = bool(messages) and isinstance(messages[0], dict)
+        one = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if one else messages
+        _check_conversations(conversations)
         template = ChatTemplate.of(self.tokenizer)
         texts = [template.render(each) for each in conversations]
         # The template writes the special tokens itself.
@@ -129,10 +141,12 @@ class LLM:
 
         eos_token_ids: what ends a choice, by default the tokenizer's. after_prompt: see `ChoiceOutput`.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"sampling_params are SamplingParams, not {type(params).__name__}")
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(MAX_SEED))
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _checked_ids(prompt)
+        token_ids = self.tokenizer.encode(_checked_text(prompt)) if isinstance(prompt, str) else _checked_ids(prompt)
         eos = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         message = AddRequest(f"offline-{next(self._numbers)}", token_ids, params, list(eos))
         self._engine.add(message, time.monotonic())
@@ -141,31 +155,44 @@ class LLM:
         return message.request_id
 
     def step(self) -> list[dict[str, Any]]:
-        """Run the engine until one step has come back; returns the requests that ended with it."""
+        """Run the engine until one step has come back; returns the requests that ended with it.
+
+        If `on_token` raises, its request is cancelled, and the exception raised once all others have their tokens; what
+        ended with that step is returned by the next one.
+        """
         self._engine.submit()
         step = self._engine.collect(None)
         if step is None:
-            return []
+            return self._take_ended()
         for item in step.prompt_logprobs:
             live = self._live.get(item.request_id)
             if live is not None:
                 # A preempted prompt is computed again: its first entries are known already.
                 live.prompt_logprobs.extend(item.entries[len(live.prompt_logprobs) + 1 - item.start :])
-        done = []
+        fault: BaseException | None = None
         for output in step.outputs:
-            result = self._take(output)
-            if result is not None:
-                done.append(result)
-        return done
+            try:
+                self._take(output)
+            except BaseException as error:  # the caller's own, Ctrl-C in it as well
+                fault = fault or error
+                self.cancel(output.request_id)
+        if fault is not None:
+            raise fault
+        return self._take_ended()
+
+    def _take_ended(self) -> list[dict[str, Any]]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def cancel(self, request_id: str) -> None:
         """Forget a request; unknown ones are fine."""
         self._engine.cancel(request_id)
         self._live.pop(request_id, None)
+        self._ended = [result for result in self._ended if result["request_id"] != request_id]
 
     def is_finished(self) -> bool:
-        """No request is queued or running."""
-        return not self._live
+        """No request is queued or running, and `step` has returned every result."""
+        return not self._live and not self._ended
 
     def exit(self) -> None:
         """Release the workers (idempotent)."""
@@ -184,15 +211,17 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             return [sampling_params or SamplingParams()] * len(items)
+        if not isinstance(sampling_params, (list, tuple)):
+            raise InvalidRequestError(f"sampling_params are SamplingParams, not {type(sampling_params).__name__}")
         if len(sampling_params) != len(items):
             raise InvalidRequestError(f"{len(items)} prompts but {len(sampling_params)} sampling params")
         return list(sampling_params)
 
-    def _take(self, output: TokenOutput) -> dict[str, Any] | None:
-        """Give a choice its tokens; the request's result if that was its end."""
+    def _take(self, output: TokenOutput) -> None:
+        """Give a choice its tokens, and keep the request's result if that was its end."""
         live = self._live.get(output.request_id)
         if live is None:
-            return None
+            return
         choice = live.choices[output.choice]
         delta = choice.push(output)
         live.num_cached_tokens = output.num_cached_tokens
@@ -200,11 +229,10 @@ class LLM:
         if live.on_token is not None and (delta.token_ids or delta.finish_reason):
             live.on_token(output.request_id, delta)
         if choice.ended_here:  # a stop string: the engine does not know it yet
-            self._engine.cancel(output.request_id, output.choice)
-        if any(c.finish_reason is None for c in live.choices):
-            return None
-        del self._live[output.request_id]
-        return self._result(live)
+            self._engine.cancel(output.request_id, output.choice, complete=True)
+        if all(c.finish_reason is not None for c in live.choices):
+            del self._live[output.request_id]
+            self._ended.append(self._result(live))
 
     def _result(self, live: _Live) -> dict[str, Any]:
         choices = [_choice_result(choice, deltas) for choice, deltas in zip(live.choices, live.deltas, strict=True)]
@@ -230,14 +258,15 @@ class LLM:
 
 def config_from_options(options: dict[str, Any]) -> ServeConfig:
     """A `ServeConfig` from flat field names; an unknown one is a `ConfigError` that names the nearest."""
-    owner = {f.name: part for part, component in COMPONENTS.items() for f in fields(component)}
-    values: dict[str, dict[str, Any]] = {part: {} for part in COMPONENTS}
+    values: dict[str, Any] = {}
     for name, value in options.items():
-        if name not in owner:
-            near = get_close_matches(name, owner, n=1)
+        if name not in OPTIONS:
+            near = get_close_matches(name, OPTIONS, n=1)
             raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        values[owner[name]][name] = value
-    return ServeConfig(**{part: component(**values[part]) for part, component in COMPONENTS.items()})
+        # A folder may come as a Path, and several values as a tuple; YAML has neither.
+        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+        values[name] = parse_yaml_value(OPTIONS[name], list(plain) if isinstance(plain, tuple) else plain)
+    return build_config(values)
 
 
 def _local_executor(config: ServeConfig) -> Executor:
@@ -252,8 +281,28 @@ def _ray_executor(config: ServeConfig) -> Executor:
     return RayExecutor(config)
 
 
-def _checked_ids(prompt: list[int]) -> list[int]:
-    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in prompt):
+def _check_conversations(conversations: Any) -> None:
+    """Raise `InvalidRequestError` unless it is a list of conversations."""
+    lists = conversations if isinstance(conversations, (list, tuple)) else [None]
+    for messages in lists:
+        if not isinstance(messages, (list, tuple)) or not messages or not all(isinstance(m, dict) for m in messages):
+            raise InvalidRequestError("a conversation is a list of messages, each a dict", param="messages")
+
+
+def _checked_text(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            "the prompt holds half of a surrogate pair, which is no text", param="prompt"
+        ) from None
+    return prompt
+
+
+def _checked_ids(prompt: object) -> list[int]:
+    if not isinstance(prompt, (list, tuple)) or any(
+        isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in prompt
+    ):
         raise InvalidRequestError("a prompt is text or a list of token ids", param="prompt")
     return list(prompt)
 

@@ -155,6 +155,8 @@ class Parser(argparse.ArgumentParser):
     def unknown(self, extras: Sequence[str]) -> None:
         """Exit with status 2 because of arguments that nobody knows."""
         known = [flag for action in self._actions for flag in action.option_strings]
+        if not extras[0].startswith("-"):
+            self.error(f"unexpected argument {extras[0]}: several values of one flag are separated by commas")
         self.error(f"unknown argument {extras[0]}{_nearest(extras[0].split('=')[0], known)}")
 
 
@@ -190,10 +192,12 @@ def _add_flag(group: Any, option: Option) -> None:
         common["help"] = f"{option.help} (default: {'yes' if option.default else 'no'})"
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
         return
+    help_text = option.help
+    if option.many:
+        help_text += " Several: separated by commas, or the flag repeated."
     if option.default not in (None, (), ""):
-        common["help"] = f"{option.help} (default: {option.default})".replace("%", "%%")
-    else:
-        common["help"] = option.help.replace("%", "%%")
+        help_text += f" (default: {option.default})"
+    common["help"] = help_text.replace("%", "%%")
     common["metavar"] = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
     common["type"] = partial(_flag_value, option)
     group.add_argument(*flags, action="extend" if option.many else "store", **common)

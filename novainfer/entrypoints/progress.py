@@ -23,7 +23,8 @@ class StartProgress:
         if self._stream.isatty():
             self._draw_bar(message)
         elif message.stage != self._stage:
-            print(f"loading: {message.stage} ({message.total})", file=self._stream, flush=True)
+            parts = f" ({message.total} tensors)" if message.total > 1 else ""
+            print(f"loading: {message.stage}{parts}", file=self._stream, flush=True)
         self._stage = message.stage
 
     def close(self) -> None:

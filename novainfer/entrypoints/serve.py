@@ -16,12 +16,12 @@ from pathlib import Path
 
 import setproctitle
 
-from novainfer.checkpoint import resolve_checkpoint
+from novainfer.checkpoint import check_model, resolve_checkpoint
 from novainfer.config import ServeConfig, check
 from novainfer.entrypoints.keys import seal_keys
 from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
-from novainfer.transport.addresses import RunDir, write_private
+from novainfer.transport.addresses import RunDir, check_space, write_private
 from novainfer.transport.cluster import cluster_links
 
 
@@ -40,7 +40,9 @@ def serve_command(arguments: argparse.Namespace) -> int:
 def serve(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; 0 after an orderly end. Raises `ConfigError` before anything starts."""
     check(config)
-    resolve_checkpoint(config.model.tokenizer or config.model.model, revision=config.model.revision)
+    check_model(config.model)
+    if config.model.tokenizer is not None:
+        resolve_checkpoint(config.model.tokenizer, revision=config.model.revision)
     config = seal_keys(with_port(config))
     setproctitle.setproctitle("novainfer: supervisor")
     level = config.server.log_level.upper()
@@ -79,6 +81,7 @@ def run_directory(config: ServeConfig) -> Iterator[RunDir]:
     with contextlib.ExitStack() as stack:
         if not existed:
             stack.callback(shutil.rmtree, run_dir.path, ignore_errors=True)
+        check_space(run_dir.path)
         run_dir.supervisor().check()  # a path that is too long fails here, not in a child
         lock = stack.enter_context(open(run_dir.path / "lock", "w"))
         _take_lock(lock.fileno(), run_dir)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from novainfer.errors import InvalidRequestError
 
@@ -27,6 +28,8 @@ class SamplingParams:
     A resolved request always has a seed; `None` means "draw one when the request is accepted".
     `logprobs` is the number of alternatives to report beside the sampled token (0 = the sampled one alone,
     None = nothing); `prompt_logprobs` the same for every prompt token after the first.
+    The fields that hold several values take any list or tuple, `stop` one string as well; None is none of them.
+    Raises `InvalidRequestError` for anything else there; all other types and bounds are checked by `validate`.
     """
 
     n: int = 1
@@ -51,6 +54,16 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in _LISTS:
+            value = getattr(self, name)
+            if type(value) is not tuple and not (value is None and name == "allowed_token_ids"):
+                object.__setattr__(self, name, _as_tuple(name, value))
+        if type(self.logit_bias) is not dict:
+            if self.logit_bias is not None:
+                raise InvalidRequestError("logit_bias must be a dict of token ids and numbers.", param="logit_bias")
+            object.__setattr__(self, "logit_bias", {})
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
@@ -74,6 +87,7 @@ INT_BOUNDS: dict[str, tuple[int, int]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
+_LISTS = ("allowed_token_ids", "banned_token_ids", "stop", "stop_token_ids")
 _BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 
@@ -101,6 +115,17 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
         raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
     _check_token_ids(params, vocab_size)
     _check_stop_strings(params.stop)
+
+
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    if name == "stop" and isinstance(value, str):
+        return (value,)
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        wanted = "a string or a list of strings" if name == "stop" else "a list of token ids"
+        raise InvalidRequestError(f"{name} must be {wanted}.", param=name)
+    return tuple(value)
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, integral: bool) -> None:

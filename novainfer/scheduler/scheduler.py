@@ -141,12 +141,13 @@ class Scheduler:
         self._forget_if_finished(request)
         return outputs
 
-    def cancel(self, request_id: str, choice: int = -1) -> list[TokenOutput]:
-        """End a request, or one choice; unknown ones are fine. Returns the ends."""
+    def cancel(self, request_id: str, choice: int = -1, *, complete: bool = False) -> list[TokenOutput]:
+        """End a request, or one choice; unknown ones are fine. Returns the ends. `complete`: it met a stop string."""
         request = self.requests.get(request_id)
         if request is None:
             return []
         chosen = [s for s in request.sequences if choice in (-1, s.choice) and not s.finished]
+        self.totals.stopped_by_string += len(chosen) if complete else 0
         return [self._end(sequence, FINISH_CANCELLED) for sequence in chosen]
 
     def expire(self, now: float) -> list[TokenOutput]:

@@ -98,7 +98,10 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "continue_final_message excludes add_generation_prompt.", param="continue_final_message"
             )
-        plain = [_plain_message(message, keep_developer="developer" in self._sources[name]) for message in messages]
+        plain = [
+            _plain_message(message, f"messages[{number}]", keep_developer="developer" in self._sources[name])
+            for number, message in enumerate(messages)
+        ]
         variables: dict[str, Any] = {**self._special_tokens, **(template_kwargs or {})}
         variables.update(
             messages=plain,
@@ -149,37 +152,40 @@ def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
-def _plain_message(message: Message, *, keep_developer: bool) -> dict[str, Any]:
+def _plain_message(message: Message, where: str, *, keep_developer: bool) -> dict[str, Any]:
     """The message as templates expect it: text content as one string, tool arguments as objects."""
     plain = {key: value for key, value in message.items() if value is not None}
-    plain["content"] = _text_content(message.get("content"))
+    plain["content"] = _text_content(message.get("content"), where)
     if plain.get("role") == "developer" and not keep_developer:
         plain["role"] = "system"  # the newer name of the same role; most templates know only the older
-    if isinstance(plain.get("tool_calls"), list):
-        plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+    if "tool_calls" in plain:
+        calls = plain["tool_calls"] if isinstance(plain["tool_calls"], list) else [None]
+        plain["tool_calls"] = [_plain_tool_call(call, f"{where}.tool_calls") for call in calls]
     return plain
 
 
-def _text_content(content: Any) -> str:
+def _text_content(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
         if not isinstance(text, str):
-            raise InvalidRequestError("Only text content is supported.", param="messages")
+            raise InvalidRequestError(f"{where}.content: only text is supported.", param="messages")
         texts.append(text)
     return "\n".join(texts)
 
 
-def _plain_tool_call(call: Any) -> Any:
+def _plain_tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        words = f"{where} must be a list of objects, each with a function that has a name."
+        raise InvalidRequestError(words, param="messages")
+    arguments = function.get("arguments") or {}
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        raise InvalidRequestError("A tool call's arguments are not JSON.", param="messages") from None
+        raise InvalidRequestError(f"{where}: the arguments of a call are not JSON.", param="messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 

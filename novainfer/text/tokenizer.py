@@ -66,6 +66,15 @@ class Tokenizer:
         ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def check_fits(self, vocab_size: int | None) -> None:
+        """Raise `ConfigError` if this tokenizer is not that of a model with so many token ids (None: not known).
+
+        A few tokens that were added beyond the model's are not counted: they are found in many checkpoints.
+        """
+        own = self._backend.get_vocab_size(with_added_tokens=False)
+        if vocab_size is not None and own > vocab_size:
+            raise ConfigError(f"the tokenizer has {own} tokens, the model only {vocab_size}: they are no pair")
+
     def fits(self, text: str, num_tokens: int) -> bool:
         """False if the text is far too long for so many tokens; cheap, to be asked before `encode`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import shutil
 import stat
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +16,7 @@ from novainfer.errors import ConfigError
 
 # sun_path holds 108 bytes with the final NUL; ZeroMQ needs the whole path in it.
 _MAX_IPC_PATH = 107
+MIN_SPACE = 16 * 2**20  # bytes; logs of Ray are most of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,20 @@ class RunDir:
 
     def _published(self, file: Path) -> Endpoint | None:
         return Endpoint.from_json(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def check_space(folder: Path) -> None:
+    """Raise `ConfigError` if files will not fit into `folder`, which need not exist yet.
+
+    Ray, whose files are there too, would look for half a minute for servers that could not write theirs.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < MIN_SPACE:
+        raise ConfigError(
+            f"there are {free // 1024} KiB free in {there}; a server needs {MIN_SPACE // 2**20} MiB for its files "
+            "(choose another --run-dir or TMPDIR)"
+        )
 
 
 def write_private(path: Path, text: str) -> None:

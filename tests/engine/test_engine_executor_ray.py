@@ -90,3 +90,13 @@ def test_supervisor_when_killed_then_nothing_of_ray_is_left(temp_dir: str) -> No
     process.communicate()
     assert len(report["processes"]) >= 3
     assert survivors(report, WAIT) == []
+
+
+def test_orphan_when_its_raylet_dies_then_it_lives_and_starts_another_ray(temp_dir: str) -> None:
+    """The parent of an orphan, and of a server under systemd or a container's init, is process 1 (if no other takes
+    orphans here): Ray itself would end us then."""
+    command = [sys.executable, "-m", "tests.engine.ray_orphan", temp_dir]
+    done = subprocess.run(
+        ["sh", "-c", '"$@" &', "sh", *command], stdout=subprocess.PIPE, text=True, check=True, timeout=240
+    )
+    assert done.stdout.split() == ["gone", "there", "ended"]

@@ -207,6 +207,16 @@ def test_given_a_cancel_when_steps_are_in_flight_then_blocks_are_free_at_once() 
     assert_clean(driver)
 
 
+def test_given_a_choice_that_met_a_stop_string_when_cancelled_then_it_counts_as_stopped() -> None:
+    driver = Driver(OracleExecutor())
+    driver.add("a", prompt_of(9), n=3, max_tokens=6)
+    driver.step()
+    driver.record(driver.engine.cancel("a", 0, complete=True))
+    driver.record(driver.engine.cancel("a", 1))
+    driver.run()
+    assert driver.engine.scheduler.totals.by_reason == {"stop": 1, "cancelled": 1, "length": 1}
+
+
 def test_given_one_choice_cancelled_when_the_others_run_then_they_are_untouched() -> None:
     driver = Driver(OracleExecutor())
     driver.add("a", prompt_of(9), n=3)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from novainfer import LLM, SamplingParams
-from novainfer.client.output import ChoiceDelta
+from novainfer.client.output import ChoiceDelta, describe_prompt
 from novainfer.errors import ConfigError, InvalidRequestError
+from novainfer.protocol.messages import Logprobs
 from tests.parity.builders import build_checkpoint
 
 pytestmark = pytest.mark.stage1
@@ -115,6 +118,92 @@ def test_given_a_callback_when_stepping_then_every_token_is_seen_in_order(llm: L
     assert seen[-1].finish_reason == done[0]["finish_reason"]
 
 
+def test_given_a_callback_that_raises_when_stepping_then_the_others_have_all_their_tokens(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=4)
+    expected = tokens(llm.generate(PROMPTS[:2], greedy, use_tqdm=False))
+
+    def fail(request_id: str, delta: ChoiceDelta) -> None:
+        raise RuntimeError("the caller's own fault")
+
+    before = llm.add_request(PROMPTS[0], greedy)
+    llm.add_request(PROMPTS[2], greedy, fail)
+    after = llm.add_request(PROMPTS[1], greedy)
+    results, num_raised = {}, 0
+    while not llm.is_finished():
+        try:
+            results.update({result["request_id"]: result for result in llm.step()})
+        except RuntimeError:
+            num_raised += 1
+    assert num_raised == 1
+    assert tokens([results[before], results[after]]) == expected
+    assert results.keys() == {before, after}
+
+
+def test_given_a_callback_that_raises_when_generating_then_no_prompt_of_the_call_is_left(llm: LLM) -> None:
+    def fail(request_id: str, delta: ChoiceDelta) -> None:
+        raise RuntimeError("the caller's own fault")
+
+    llm.add_request(PROMPTS[0], SamplingParams(max_tokens=4), fail)
+    with pytest.raises(RuntimeError):
+        llm.generate(PROMPTS[1:3], SamplingParams(max_tokens=8), use_tqdm=False)
+    assert llm.is_finished()
+
+
+def test_given_a_cancelled_prompt_when_its_logprobs_were_asked_for_then_those_it_had_are_told(llm: LLM) -> None:
+    entries = [Logprobs(token_id, -1.0, 1) for token_id in PROMPTS[0][1:3]]
+    described = describe_prompt(llm.tokenizer, PROMPTS[0], entries)
+    assert [item is None for item in described] == [True, False, False] + [True] * (len(PROMPTS[0]) - 3)
+
+
+def test_given_one_stop_string_when_not_in_a_list_then_it_is_one(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    text = llm.generate("hello", params, use_tqdm=False)[0]["text"]
+    stop = text[2:5]
+    for given in (stop, [stop], (stop,)):
+        result = llm.generate("hello", replace(params, stop=given), use_tqdm=False)[0]
+        assert (result["text"], result["stop_reason"]) == (text[: text.index(stop)], stop)
+
+
+WRONG_CALLS: list[Callable[[LLM], object]] = [
+    lambda llm: llm.generate(["a", None]),
+    lambda llm: llm.generate([1, 2, 3]),
+    lambda llm: llm.generate(["half a pair: \ud83d"]),
+    lambda llm: llm.generate("a", {"max_tokens": 3}),
+    lambda llm: llm.generate(["a"], [{"max_tokens": 3}]),
+    lambda llm: llm.generate(["a", "b"], [SamplingParams(), SamplingParams(n="2")]),
+    lambda llm: llm.generate("a", SamplingParams(stop=[None])),
+    lambda llm: SamplingParams(stop=7),
+    lambda llm: SamplingParams(stop_token_ids=7),
+    lambda llm: SamplingParams(banned_token_ids="7"),
+    lambda llm: SamplingParams(logit_bias=[1]),
+    lambda llm: llm.chat("hi"),
+    lambda llm: llm.chat([[]]),
+]
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS)
+def test_given_a_wrong_call_when_made_then_invalid_request_and_nothing_is_queued(
+    llm: LLM, call: Callable[[LLM], object]
+) -> None:
+    with pytest.raises(InvalidRequestError):
+        call(llm)
+    assert llm.is_finished()
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"dtype": "int4"}, "one of auto, float32"),
+        ({"block_size": "16"}, "block_size needs a whole number"),
+        ({"max_model_len": 1.5}, "max_model_len needs a whole number"),
+        ({"executor": "local", "num_blocks": -1}, "must be above 0"),
+    ],
+)
+def test_given_a_wrong_option_when_made_then_the_command_lines_own_words(option: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM("demo", **option)
+
+
 def test_given_a_stop_string_when_it_appears_then_the_text_ends_before_it(llm: LLM) -> None:
     free = llm.generate("abc", SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)[0]
     stop = free["text"][3:5]
@@ -168,6 +257,62 @@ def test_given_a_wrong_request_among_good_ones_when_generated_then_nothing_runs(
 def test_given_wrong_params_when_added_then_invalid_request(llm: LLM, bad: SamplingParams) -> None:
     with pytest.raises(InvalidRequestError):
         llm.add_request("x", bad)
+
+
+NONSENSE = [
+    ({"max_position_embeddings": 0}, "max_position_embeddings must be a whole number between 1 and"),
+    ({"max_position_embeddings": 10**9}, "max_position_embeddings must be a whole number between 1 and"),
+    ({"hidden_size": 10**8}, "hidden_size must be"),
+    ({"vocab_size": -5}, "vocab_size must be"),
+    ({"num_hidden_layers": "two"}, "num_hidden_layers must be"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, r"rope_scaling\.factor must be a number above 0"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta must be"),
+    ({"vocab_size": 40}, "the model only 40"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), NONSENSE)
+def test_given_a_config_that_no_model_can_have_when_loaded_then_one_line_says_what_is_wrong(
+    checkpoint: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    if "vocab_size" in changes:  # weights that go with it
+        tensors = load_file(folder / "model.safetensors")
+        rows = max(changes["vocab_size"], 0)
+        save_file(
+            {n: t[:rows].clone() if t.shape[0] == config["vocab_size"] else t for n, t in tensors.items()},
+            folder / "model.safetensors",
+        )
+    with pytest.raises(ConfigError, match=words) as caught:
+        LLM(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_given_a_length_that_is_nonsense_when_a_sane_one_is_asked_for_then_it_is_served(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10**9}))
+    with LLM(str(folder), max_model_len=64, num_blocks=8) as llm:
+        assert llm.generate("hello", SamplingParams(max_tokens=1), use_tqdm=False)[0]["token_ids"]
+
+
+def test_given_weights_that_are_no_numbers_when_loaded_then_the_tensor_is_named(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.gate_proj.weight"
+    tensors[name][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"not finite: tensor '{name}'"):
+        LLM(str(folder), num_blocks=16)
 
 
 def test_given_a_misspelt_option_when_made_then_the_nearest_is_named() -> None:

@@ -135,3 +135,54 @@ def test_given_random_disconnects_and_cancels_when_all_have_left_then_nothing_is
     pair.wait_idle()
     assert not pair.gateway.service._live
     assert pair.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_given_an_echoed_prompt_with_logprobs_when_cancelled_while_it_is_computed_then_the_missing_ones_are_null(
+    pair: Pair, stream: bool
+) -> None:
+    pair.scheduler.tokens_before_pause = 0
+    prompt = "hello you there"
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream}
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with pair.gateway.http() as http:
+            reply = http.post("/v1/completions", json=body, headers={"x-request-id": "half"})
+        events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
+        answers.extend(map(json.loads, events or [reply.text]))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    pair.scheduler.wait_for(lambda: bool(pair.scheduler.live))
+    assert pair.http.post("/v1/requests/half/cancel").json()["cancelled"] is True
+    asking.join(30)
+    assert answers[-1]["choices"][0]["finish_reason"] == "cancelled"
+    told = answers[0]["choices"][0]["logprobs"]
+    ids = pair.tokenizer.encode(prompt)
+    assert [pair.tokenizer.decode([token]) for token in ids] == told["tokens"]
+    known = 1 + (len(ids) - 1) // 2
+    assert [value is None for value in told["token_logprobs"]] == [not 0 < i < known for i in range(len(ids))]
+    assert told["text_offset"] == sorted(told["text_offset"])
+
+
+def test_given_prompt_logprobs_when_cancelled_while_the_prompt_is_computed_then_the_missing_ones_are_null(
+    pair: Pair,
+) -> None:
+    pair.scheduler.tokens_before_pause = 0
+    answers: list[Any] = []
+
+    def ask() -> None:
+        body = {"messages": HELLO, "prompt_logprobs": 0, "return_token_ids": True}
+        with pair.gateway.http() as http:
+            answers.append(http.post("/v1/chat/completions", json=body, headers={"x-request-id": "half"}).json())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    pair.scheduler.wait_for(lambda: bool(pair.scheduler.live))
+    assert pair.http.post("/v1/requests/half/cancel").json()["cancelled"] is True
+    asking.join(30)
+    assert answers[0]["choices"][0]["finish_reason"] == "cancelled"
+    ids, told = answers[0]["prompt_token_ids"], answers[0]["prompt_logprobs"]
+    known = 1 + (len(ids) - 1) // 2
+    assert [value is None for value in told] == [not 0 < i < known for i in range(len(ids))]

@@ -159,6 +159,22 @@ def test_given_a_body_that_is_no_request_when_sent_then_400(pair: Pair, body: by
         )
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (TEXT, {"prompt": [-1]}, "a list of token ids (whole numbers from 0)"),
+        (TEXT, {"prompt": "a", "stop": [None]}, "it is a string or a list of strings"),
+        (CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls must be"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls must be"),
+        (CHAT, {"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content: only text"),
+    ],
+)
+def test_given_a_value_of_a_wrong_shape_when_sent_then_400_says_where_and_what_it_should_be(
+    pair: Pair, path: str, body: dict[str, Any], words: str
+) -> None:
+    assert words in check(pair.post(path, body), 400)["message"]
+
+
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_given_another_content_type_when_sent_then_415(pair: Pair, content_type: str) -> None:
     response = pair.http.post(TEXT, content=b'{"prompt": "x"}', headers={"content-type": content_type})

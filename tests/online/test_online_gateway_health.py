@@ -188,7 +188,9 @@ def test_given_64_streams_at_once_when_read_then_each_has_its_own_tokens(pair: P
     assert len({whole for whole, _ in results}) == 64
 
 
-def test_given_traffic_when_scraped_then_metrics_parse_and_count_by_route(pair: Pair) -> None:
+def test_given_traffic_when_scraped_then_metrics_parse_and_count_by_route(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def value(name: str, **labels: str) -> float:
         text = pair.http.get("/metrics").text
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
@@ -206,13 +208,24 @@ def test_given_traffic_when_scraped_then_metrics_parse_and_count_by_route(pair: 
     # Tokens that come together with the first are part of its time.
     assert tokens <= value("novainfer_inter_token_latency_seconds_count") <= tokens + 4
     assert value("novainfer_engine_ready") == 1
-    assert value("novainfer_requests_total", finish_reason="stop") == 1
+    monkeypatch.setattr(pair.gateway.client._session, "num_protocol_errors", 3)
+    assert value("novainfer_protocol_errors_total") == 3
+    assert value("novainfer_choices_finished_total", finish_reason="stop") == 1
     text = pair.http.get("/metrics").text
     assert "nowhere" not in text
     assert "invented" not in text
     assert {"novainfer_num_requests_running", "novainfer_kv_cache_usage_ratio"} <= {
         line.split("{")[0] for line in text.splitlines()
     }
+
+
+def test_given_headers_that_are_too_large_when_sent_then_431_says_so_before_the_connection_ends(pair: Pair) -> None:
+    with socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=20) as client:
+        client.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Large: " + b"x" * 200_000)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    head, body = answer.split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
 
 
 def test_given_headers_that_come_too_slowly_or_never_end_when_waiting_then_the_connection_is_closed(

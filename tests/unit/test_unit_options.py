@@ -165,6 +165,10 @@ def test_a_kubernetes_service_called_novainfer_when_its_variables_are_there_then
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (
+            ("demo", "--served-model-name", "a", "b"),
+            "unexpected argument b: several values of one flag are",
+        ),
         (("--max-num-seq", "3"), "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
         (("--port", "x"), "--port needs a whole number, not 'x'"),
         (("--dtype", "int4"), "--dtype is one of"),

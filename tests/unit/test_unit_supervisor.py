@@ -19,6 +19,7 @@ from novainfer.entrypoints.children import ChildState, ChildTable, Phase, child_
 from novainfer.entrypoints.serve import run_directory, with_port
 from novainfer.errors import ConfigError
 from novainfer.protocol.supervision import ChildReady, ChildStarted
+from novainfer.transport import addresses
 
 pytestmark = pytest.mark.unit
 
@@ -105,7 +106,7 @@ def test_all_children_ready_when_sigterm_comes_then_gateways_scheduler_and_worke
     assert set(stops[:2]) == {"gateway 0 stopped", "gateway 1 stopped"}
     assert stops[2:] == ["scheduler 0 stopped", "workers stopped"]
     assert not server.run_dir.exists()
-    assert "loading: weights (2)" in errors
+    assert "loading: weights (2 tensors)" in errors
 
 
 @pytest.mark.parametrize("role", ["gateway", "scheduler"])
@@ -209,6 +210,16 @@ def test_a_service_manager_when_the_server_starts_and_stops_then_it_is_told(star
         server.process.terminate()
         assert manager.recv(4096) == b"STOPPING=1"
         assert server.finish()[0] == 0
+
+
+def test_a_full_disk_when_a_server_is_started_then_it_is_refused_and_no_directory_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "MIN_SPACE", 2**62)
+    config = ServeConfig(server=ServerConfig(run_dir=str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match=r"KiB free in .*choose another --run-dir"), run_directory(config):
+        pass
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_directory_in_use_when_another_server_wants_it_then_it_is_refused(tmp_path: Path) -> None:

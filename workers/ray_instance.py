@@ -1,0 +1,237 @@
+"""The Ray instance that holds our ranks: a local one of our own, or a cluster that we join. Its start and its end.
+
+Ray is imported when an instance starts, because its environment has to be set before. Every process of a local one
+dies with ours: the kernel ends the servers when the thread that started them ends, and an actor ends with its raylet
+(`_watch_agents` sees to the rest). It is deaf to the signals that reach our process group, and silent on our terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from novainfer.config import ParallelConfig
+from novainfer.transport.addresses import check_space
+
+logger = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; we put nothing there
+_RAY_SERVERS = ("raylet", "gcs_server")
+_RAYS_TEMP_DIR = Path("/tmp/ray")  # Ray's own default
+_LONGEST_TEMP_DIR = 40  # bytes; Ray appends up to 65 for its Unix sockets, which may have 107
+_END_PATIENCE = 5.0  # seconds that killed processes may take to be gone
+# Read by Ray when it is imported, and by the servers of a local instance.
+_ENVIRONMENT = {
+    # See workers/__init__.py; torch may be loaded there before it.
+    "OMP_WAIT_POLICY": "passive",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's C++ handler takes SIGTERM for a crash: it prints a stack and aborts us three seconds later.
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
+    # Ray makes its workers nice to all others; on a CPU ours do the work that the others wait for.
+    "RAY_worker_niceness": "0",
+    # A rank's process starts while Ray itself is still starting: let it use the time for the heaviest imports.
+    "RAY_preload_python_modules": "torch,transformers.models.auto.configuration_auto",
+    # None: with its control store gone, Ray would try for five seconds to get rid of them before it lets us go on.
+    "RAY_task_events_report_interval_ms": "0",
+}
+_LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # all of a local instance listens on loopback alone
+_WATCH = """
+import sys, psutil
+pids = set(map(int, sys.argv[1:]))
+processes = [process for process in psutil.process_iter() if process.pid in pids]
+sys.stdin.read()
+for process in processes:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        pass
+"""
+
+
+class RayInstance:
+    """Started and stopped any number of times, by one thread that lives as long as it does."""
+
+    def __init__(self, config: ParallelConfig, run_dir: Path) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._watch: subprocess.Popen[bytes] | None = None
+        self._servers: list[psutil.Process] = []  # of a local instance
+        self.is_started = False
+
+    def start(self) -> None:
+        """Start a local instance or join the cluster. Importing Ray installs its SIGTERM handler in the main thread."""
+        self.is_started = True
+        began = time.monotonic()
+        is_local = self._config.ray_address is None
+        for name, value in (_ENVIRONMENT | _LOCAL_ENVIRONMENT if is_local else _ENVIRONMENT).items():
+            os.environ.setdefault(name, value)
+        # Which process must be dead for Ray's core to end ours. Not told, it takes a parent with the number 1 for that.
+        os.environ["RAY_RAYLET_PID"] = str(os.getpid())
+        if is_local:
+            _start_local(self._config, self._run_dir)
+            self._servers = [child for child in psutil.Process().children() if child.name() in _RAY_SERVERS]
+            self._watch = _watch_agents(self._servers)
+        else:
+            import_ray().init(address=self._config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+        logger.debug("Ray runs (%.1f s)", time.monotonic() - began)
+
+    def is_there(self) -> bool:
+        """Whether it runs, as far as we can see: on another host we see nothing."""
+        return self.is_started and bool(import_ray().is_initialized()) and all(map(_runs, self._servers))
+
+    def stop(self) -> None:
+        """End a local instance with all its processes, or leave the cluster (idempotent)."""
+        if not self.is_started:
+            return
+        below = [process for server in self._servers for process in _below(server)]
+        if not self.is_there():
+            for server in self._servers:
+                _kill(server)  # half an instance is of no use, and the rest of it would wait for the other half
+        import_ray().shutdown()
+        if self._watch is not None:
+            self._watch.communicate()
+            self._watch = None
+        for process in below:
+            _kill(process)
+        deadline = time.monotonic() + _END_PATIENCE
+        while any(map(_runs, below)) and time.monotonic() < deadline:
+            time.sleep(0.01)  # they are not our children: nothing tells us
+        self._servers = []
+        self.is_started = False
+
+
+def import_ray() -> Any:
+    """The module; its environment must have been set."""
+    import ray
+
+    return ray
+
+
+def session_dir() -> str:
+    """Where this node keeps the files of Ray's session."""
+    import ray._private.worker
+
+    worker: Any = ray._private.worker
+    return str(worker._global_node.get_session_dir_path())
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        pass
+
+
+def _watch_agents(servers: list[psutil.Process]) -> subprocess.Popen[bytes]:
+    """A small process that ends Ray's agents when our end of its standard input closes, however that happens.
+
+    If this process is killed, the kernel takes the raylet and the ranks leave with it; the agents would stay a minute.
+    """
+    agents = [str(agent.pid) for server in servers if server.name() == "raylet" for agent in server.children()]
+    return subprocess.Popen([sys.executable, "-c", _WATCH, *agents], stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _start_local(config: ParallelConfig, run_dir: Path) -> None:
+    temp_dir = run_dir / "ray"
+    is_short = len(os.fsencode(temp_dir)) <= _LONGEST_TEMP_DIR
+    check_space(temp_dir if is_short else _RAYS_TEMP_DIR)
+    with _lean(), _deaf():
+        import_ray().init(
+            address="local",
+            num_cpus=config.tensor_parallel_size,
+            num_gpus=0 if config.device == "cpu" else None,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _temp_dir=str(temp_dir) if is_short else None,
+        )
+    _stop_at_once()
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """What is started meanwhile hears no SIGTERM or SIGHUP: Ray's servers are in our process group, as a terminal or
+    `timeout` signals it, but we say when they end. Ray itself does so with SIGINT. A signal mask is inherited.
+    """
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def _stop_at_once() -> None:
+    """Let `ray.shutdown` kill the servers without a SIGTERM, and a second each, before."""
+    import ray._private.worker
+
+    worker: Any = ray._private.worker
+    node: Any = getattr(worker, "_global_node", None)
+    if hasattr(node, "kill_all_processes"):
+        kill_all = node.kill_all_processes
+        node.kill_all_processes = lambda **how: kill_all(**{**how, "allow_graceful": False})
+
+
+@contextmanager
+def _lean() -> Iterator[None]:
+    """Let `ray.init` start no dashboard, autoscaler or log forwarder: half of its start time, and we use none of them.
+
+    `include_dashboard=False` still starts the dashboard's process and waits for it. There is no public switch, so its
+    private ones are turned for the time of the call; a Ray version that has them no more starts everything. For good,
+    Ray's own words (a raylet's state when it died) go to our debug log instead of standard output.
+    """
+    try:
+        import ray._private.node
+        import ray._private.parameter
+        import ray._private.worker
+    except ImportError:
+        yield
+        return
+    parameter: Any = ray._private.parameter
+    node: Any = ray._private.node.Node
+    worker: Any = ray._private.worker
+    modules: dict[str, Any] = sys.modules
+    params, start_api_server = parameter.RayParams, node.start_api_server
+
+    def lean_params(**kwargs: Any) -> Any:
+        return params(**kwargs, no_monitor=True, include_log_monitor=False)
+
+    def no_api_server(self: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        self._webui_url = ""
+
+    def log_words(data: dict[str, Any], ignore_prefix: bool) -> None:
+        logger.debug("Ray: %s", "\n".join(data["lines"]))
+
+    optional = "ray.dashboard.optional_deps"  # if it cannot be imported, the agents start as in a minimal installation
+    modules[optional] = None
+    parameter.RayParams, node.start_api_server = lean_params, no_api_server
+    worker.print_to_stdstream = log_words
+    try:
+        yield
+    finally:
+        parameter.RayParams, node.start_api_server = params, start_api_server
+        del modules[optional]
