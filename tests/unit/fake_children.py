@@ -84,7 +84,14 @@ def run_server(options: argparse.Namespace) -> int:
     behaviour = json.loads(options.behave)
     log = Path(options.log)
     config = ServeConfig(
-        server=ServerConfig(port=1, num_gateways=2, run_dir=options.run_dir, start_timeout=options.start_timeout),
+        server=ServerConfig(
+            port=1,
+            num_gateways=2,
+            run_dir=options.run_dir,
+            start_timeout=options.start_timeout,
+            hang_timeout=600.0,  # nobody here sends a pulse
+            stall_timeout=600.0,
+        ),
         parallel=ParallelConfig(tensor_parallel_size=2),
     )
     with run_directory(config) as run_dir:

@@ -41,7 +41,9 @@ class FakeServer:
 
     def wait_ready(self) -> str:
         assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        line = self.process.stdout.readline().strip()
+        assert line, f"it ended: {self.finish()}"
+        return line
 
     def wait_error(self, words: str) -> None:
         """Read standard error up to a line with these words."""
@@ -116,7 +118,7 @@ def test_a_child_that_fails_when_it_exits_then_everything_ends_with_status_1_and
     server = start(**{role: "exit"})
     status, errors = server.finish()
     assert status == 1
-    assert "exited with status 7: the disk is full" in errors
+    assert "exited with status 7: the disk is full" in errors, errors
     assert "workers stopped" in server.log()
     assert not server.run_dir.exists()
 
