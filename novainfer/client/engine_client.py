@@ -135,7 +135,7 @@ class EngineClient:
         Raises `OverloadedError` before the engine is ready for the first time, or when it is lost. A refusal by the
         scheduler is raised by the stream.
         """
-        stream = RequestStream([request.request_id for request in requests], self.cancel)
+        stream = RequestStream([request.request_id for request in requests], self.cancel, self._session.told)
         self._session.submit(requests, stream, time.monotonic())
         return stream
 

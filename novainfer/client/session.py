@@ -32,6 +32,7 @@ from novainfer.protocol.messages import (
     PromptLogprobs,
     RequestRejected,
     TokenOutput,
+    Told,
     Unlinked,
 )
 
@@ -87,6 +88,7 @@ class GatewaySession:
         self._lost_timeout = lost_timeout
         self._journal = Journal()
         self._sinks: dict[str, Sink] = {}
+        self._untold: set[str] = set()  # streams that have ended, kept by the engine while they are being read
         self._link = first_link - 1
         self.num_links = 0
         self._new_link()
@@ -112,6 +114,7 @@ class GatewaySession:
         self._inbox = Inbox()
         self._num_sent = 1  # the Hello
         self._is_open = False  # the engine was told of the journal
+        self._untold.clear()
 
     def _say_hello(self) -> None:
         self._send_packet(Packet(self._link, 0, Hello(self._gateway_id)))
@@ -188,7 +191,13 @@ class GatewaySession:
             index = len(entry.emitted[c])
             self._sinks[request_id].push(TokenOutput(request_id, c, index, [], FINISH_CANCELLED))
         if entry.finished:
-            self._end(request_id)
+            self._end(request_id, keep=complete)
+
+    def told(self, request_id: str) -> None:
+        """The reader of a request that has ended has all of it."""
+        if request_id in self._untold:
+            self._untold.remove(request_id)
+            self._tell(Told(request_id))
 
     def fail_all(self, error: Exception, *, tell_engine: bool = False) -> None:
         """End every live request with `error`."""
@@ -206,10 +215,14 @@ class GatewaySession:
         if self._is_open:
             self._send(message)
 
-    def _end(self, request_id: str, error: Exception | None = None) -> None:
-        """The one place where a request leaves the journal."""
-        if self._journal.remove(request_id) is not None:
-            self._sinks.pop(request_id).end(request_id, error)
+    def _end(self, request_id: str, error: Exception | None = None, *, keep: bool = False) -> None:
+        """The one place where a request leaves the journal. `keep`: the engine keeps it, if it is a stream."""
+        entry = self._journal.remove(request_id)
+        if entry is None:
+            return
+        if keep and entry.request.answer:
+            self._untold.add(request_id)
+        self._sinks.pop(request_id).end(request_id, error)
 
     # -- what the scheduler says --------------------------------------------------------------------------------
 
@@ -253,7 +266,7 @@ class GatewaySession:
             return
         self._sinks[output.request_id].push(fresh)
         if entry.finished:
-            self._end(output.request_id)
+            self._end(output.request_id, keep=True)
 
     def _handle_info(self, info: EngineInfo, now: float) -> None:
         if self.info is not None and info.epoch < self.info.epoch:

@@ -22,10 +22,17 @@ class RequestStream:
     `close` must be called in the end, read or not; it cancels what is still live.
     """
 
-    def __init__(self, request_ids: Iterable[str], cancel: Callable[[str, int, bool], None]) -> None:
-        """`cancel`: see `GatewaySession.cancel`."""
-        self._live = set(request_ids)
+    def __init__(
+        self,
+        request_ids: Iterable[str],
+        cancel: Callable[[str, int, bool], None],
+        told: Callable[[str], None] = lambda request_id: None,
+    ) -> None:
+        """`cancel`, `told`: see `GatewaySession`."""
+        self._request_ids = list(request_ids)
+        self._live = set(self._request_ids)
         self._cancel = cancel
+        self._told = told
         self._order: deque[tuple[str, int]] = deque()  # keys of _pending, oldest first
         self._pending: dict[tuple[str, int], list[StreamItem]] = {}
         self._error: Exception | None = None
@@ -96,9 +103,12 @@ class RequestStream:
         self._cancel(request_id, choice, True)
 
     def close(self) -> None:
-        """Cancel what is live. Idempotent."""
-        for request_id in list(self._live):
-            self._cancel(request_id, -1, False)
+        """Cancel what is live; what has ended needs no keeping. Idempotent."""
+        for request_id in self._request_ids:
+            if request_id in self._live:
+                self._cancel(request_id, -1, False)
+            else:
+                self._told(request_id)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

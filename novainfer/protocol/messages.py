@@ -1,6 +1,6 @@
 """What gateways and a scheduler say to each other. One record per fact; see `codec` for the wire form.
 
-Gateway -> scheduler: Hello, Heartbeat, AddRequest, CancelRequest, CancelAlias, ClaimRequest.   Scheduler -> gateway:
+Gateway -> scheduler: Hello, Heartbeat, AddRequest, CancelRequest, Told, CancelAlias, ClaimRequest. Scheduler -> gateway:
 EngineInfo, OutputBatch, RequestRejected, EngineStats, AliasCancelled, Claimed, Unlinked.   They travel as numbered
 packets (see `link`). Every token carries (epoch, request_id, choice, index): a consumer drops older epochs and indexes
 that it has, and treats a gap as a fault.
@@ -62,6 +62,13 @@ class CancelRequest:
     request_id: str
     choice: int = -1
     complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The reader of a stream that has ended has all of it: nobody will ask for it any more."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +220,7 @@ GATEWAY_SCHEMA = Schema(
         4: CancelAlias,
         5: Heartbeat,
         6: ClaimRequest,
+        7: Told,
         16: EngineInfo,
         17: OutputBatch,
         18: RequestRejected,
