@@ -1,4 +1,5 @@
-# One command each, from a fresh clone with Python 3.11 or newer: `make serve`, `make test`, `make check`, `make bench`.
+# One command each, from a fresh clone with Python 3.11 or newer: `make serve`, `make test`, `make check`,
+# `make sim SEEDS=n`, `make bench`.
 # Packages come from whatever index pip is configured for.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -13,8 +14,10 @@ endef
 export BUILD_KERNELS
 SERVE_ARGS ?=
 TEST_ARGS  ?= --suite all
+SEED       ?= 0
+SEEDS      ?= 2000
 
-.PHONY: setup serve test check bench clean
+.PHONY: setup serve test check sim bench clean
 
 setup: $(STAMP)
 
@@ -46,6 +49,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/arch
+
+# Simulated servers under faults, on all cores: SEEDS worlds from SEED on, each in both modes (docs/simulation.md).
+sim: setup
+	$(BIN)/novainfer sim $(SEED) --seeds $(SEEDS)
 
 bench: setup
 	$(BIN)/python -m bench.startup

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 from novainfer.errors import ProtocolError
 from novainfer.protocol.link import WINDOW, Inbox, Packet
 from novainfer.protocol.merge import merge_outputs
-from novainfer.protocol.messages import EngineInfo, EngineStats, OutputBatch, PromptLogprobs, TokenOutput
+from novainfer.protocol.messages import EngineInfo, OutputBatch, PromptLogprobs, TokenOutput
+from novainfer.scheduler.request import Request
 
 
 class GatewayLink:
     """One link to one gateway process.
 
     send: one packet to it; False if it cannot be reached.   heard_at: seconds on the caller's clock.
+    window: packets that may be ahead of what was taken.   live: the gateway's requests that have not ended, by id.
     """
 
-    def __init__(self, send: Callable[[Packet], bool], *, gateway_id: str, link: int, now: float) -> None:
+    def __init__(
+        self, send: Callable[[Packet], bool], *, gateway_id: str, link: int, now: float, window: int = WINDOW
+    ) -> None:
         self.gateway_id = gateway_id
         self.link = link
         self.heard_at = now
         self.is_reachable = True
+        self.live: dict[str, Request] = {}
         self._send_packet = send
+        self._window = window
         self._inbox = Inbox()
         self._num_sent = 0
         self._num_acknowledged = 0
         self._held = _Held()
+        self._untold: deque[tuple[int, Request]] = deque()  # ended: taken note of when so many packets were taken
+
+    @property
+    def untold(self) -> list[Request]:
+        """Requests that have ended, without the gateway having taken their last outputs."""
+        return [*(request for _, request in self._untold), *self._held.ended]
 
     def is_new(self, packet: Packet, now: float) -> bool:
         """Whether to handle it. Raises `ProtocolError` if one before it was lost: the link is of no use then."""
@@ -42,6 +55,9 @@ class GatewayLink:
             held, self._held = self._held, _Held()
             for message in held.messages():
                 self._send(message)
+            self._untold += [(self._num_sent, request) for request in held.ended]
+        while self._untold and self._untold[0][0] <= self._num_acknowledged:
+            self._untold.popleft()
 
     def say(self, message: object) -> None:
         """Send now, or when there is credit again."""
@@ -50,9 +66,23 @@ class GatewayLink:
         else:
             self._held.put(message)
 
+    def ended(self, request_id: str) -> None:
+        """A request has ended; its last outputs were said before."""
+        request = self.live.pop(request_id, None)
+        if request is None:
+            return
+        if self._held.has_outputs:
+            self._held.ended.append(request)
+        else:
+            self._untold.append((self._num_sent, request))
+
+    def beat(self, message: object) -> None:
+        """Send now, a few times a second: if all that had credit was lost, only what follows can show the gap."""
+        self._send(message)
+
     @property
     def _has_credit(self) -> bool:
-        return self._num_sent - self._num_acknowledged < WINDOW
+        return self._num_sent - self._num_acknowledged < self._window
 
     def _send(self, message: object) -> None:
         self.is_reachable = self._send_packet(Packet(self.link, self._num_sent, message)) and self.is_reachable
@@ -60,21 +90,24 @@ class GatewayLink:
 
 
 class _Held:
-    """What a gateway shall hear when it has caught up: of figures the last, of outputs all, as one batch."""
+    """What a gateway shall hear when it has caught up: the last state of the engine; of outputs all, as one batch."""
 
     def __init__(self) -> None:
         self._info: EngineInfo | None = None
-        self._stats: EngineStats | None = None
         self._batch: OutputBatch | None = None
         self._outputs: dict[tuple[str, int], list[TokenOutput]] = {}
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._others: list[object] = []
+        self.ended: list[Request] = []  # with their last outputs in here
+
+    @property
+    def has_outputs(self) -> bool:
+        """There are tokens in it, or an end."""
+        return self._batch is not None
 
     def put(self, message: object) -> None:
         if isinstance(message, EngineInfo):
             self._info = message
-        elif isinstance(message, EngineStats):
-            self._stats = message
         elif isinstance(message, OutputBatch):
             self._batch = message
             self._prompt_logprobs += message.prompt_logprobs
@@ -86,11 +119,9 @@ class _Held:
     def messages(self) -> list[object]:
         """All of it, in the order in which it is to be sent."""
         messages = [*self._others]
-        if self._info is not None:
-            messages.append(self._info)
         if self._batch is not None:
             outputs = [merge_outputs(parts) for parts in self._outputs.values()]
             messages.append(replace(self._batch, outputs=outputs, prompt_logprobs=self._prompt_logprobs))
-        if self._stats is not None:
-            messages.append(self._stats)
+        if self._info is not None:  # last: its epoch may be newer than the outputs', which would count as stale
+            messages.append(self._info)
         return messages

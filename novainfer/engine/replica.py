@@ -19,7 +19,7 @@ from novainfer.engine.metrics import collect_stats
 from novainfer.engine.orphans import Orphans
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.executor.base import GroupExecutor
-from novainfer.protocol.link import BEAT_SECONDS, Packet
+from novainfer.protocol.link import BEAT_SECONDS, WINDOW, Packet
 from novainfer.protocol.messages import (
     AddRequest,
     AliasCancelled,
@@ -28,6 +28,7 @@ from novainfer.protocol.messages import (
     Claimed,
     ClaimRequest,
     EngineInfo,
+    EngineStats,
     Heartbeat,
     Hello,
     OutputBatch,
@@ -55,13 +56,23 @@ class Replica:
     """Owns, from the first time that every rank has said hello, the engine."""
 
     def __init__(
-        self, config: ServeConfig, executor: GroupExecutor, links: ReplicaLinks, *, number: int, epoch: int, now: float
+        self,
+        config: ServeConfig,
+        executor: GroupExecutor,
+        links: ReplicaLinks,
+        *,
+        number: int,
+        epoch: int,
+        now: float,
+        window: int = WINDOW,
     ) -> None:
+        """`window`: of each link to a gateway."""
         self._config = config
         self._executor = executor
         self._links = links
         self._number = number
         self._epoch = epoch
+        self._window = window
         self._engine: EngineCore | None = None
         self._has_workers = False
         self._have_failed = False  # the workers; the supervisor has been told
@@ -105,9 +116,8 @@ class Replica:
     def _step(self, engine: EngineCore, now: float) -> bool:
         if engine.scheduler.num_in_flight == 0:
             self._last_progress = now
+        self._executor.listen()  # first: what ranks said while they were idle is older than the plans to come
         submitted = engine.submit()
-        if engine.scheduler.num_in_flight == 0:
-            self._executor.listen()
         outputs = engine.collect(0.0)
         if outputs is not None:
             self._last_progress = now
@@ -175,7 +185,7 @@ class Replica:
         elif isinstance(message, CancelAlias):
             gateway.say(AliasCancelled(message.query, self._cancel_alias(engine, message)))
         elif isinstance(message, ClaimRequest):
-            gateway.say(Claimed(message.query, self._claim(engine, message, now)))
+            gateway.say(Claimed(message.query, self._orphans.claim(message.tenant, message.alias, identity, now)))
         else:
             raise ProtocolError(f"a gateway does not send {type(message).__name__}")
 
@@ -192,7 +202,11 @@ class Replica:
             else:
                 self._orphan(identity, now)
         gateway = GatewayLink(
-            lambda packet: self._links.to_gateway(identity, packet), gateway_id=hello.gateway_id, link=link, now=now
+            lambda packet: self._links.to_gateway(identity, packet),
+            gateway_id=hello.gateway_id,
+            link=link,
+            now=now,
+            window=self._window,
         )
         gateway.is_new(Packet(link, 0, hello), now)
         self._gateways[identity] = gateway
@@ -206,7 +220,7 @@ class Replica:
             gateway.say(RequestRejected(request_id, 400, "This request id is in use."))
             return
         if self._orphans.pop(request_id):
-            engine.cancel(request_id)  # its gateway was there all the time, and knows best
+            engine.cancel(request_id)  # the gateway that has claimed it, or was there all the time, knows best
         try:
             ended = engine.add(message, now)
         except InvalidRequestError as error:
@@ -218,6 +232,8 @@ class Replica:
             gateway.say(rejected)
         else:
             self._owner[request_id] = identity
+            if request_id in engine.scheduler.requests:
+                gateway.live[request_id] = engine.scheduler.requests[request_id]
             self._publish(ended, [])
 
     def _cancel_alias(self, engine: EngineCore, message: CancelAlias) -> bool:
@@ -230,12 +246,6 @@ class Replica:
             self._orphans.pop(request_id)
             self._publish(engine.cancel(request_id), [])
         return bool(request_ids)
-
-    def _claim(self, engine: EngineCore, message: ClaimRequest, now: float) -> list[AddRequest]:
-        claimed = self._orphans.claim(message.tenant, message.alias, now)
-        for request in claimed:
-            engine.cancel(request.request_id)
-        return claimed
 
     # -- gateways go ----------------------------------------------------------------------------------------
 
@@ -251,23 +261,20 @@ class Replica:
 
     def _orphan(self, identity: bytes, now: float) -> None:
         """The gateway process is gone: its requests go on for those who may claim them."""
-        del self._gateways[identity]
-        for request_id in self._take_owned(identity):
-            if self._engine is not None:
-                self._orphans.add(self._engine.scheduler.requests[request_id], now)
+        gateway = self._gateways.pop(identity)
+        self._orphans.release(identity)
+        for request in [*gateway.live.values(), *gateway.untold]:
+            self._owner.pop(request.request_id, None)
+            self._orphans.add(request, now)
 
     def _unlink(self, identity: bytes) -> None:
         """The link has ended, the gateway has not: it will send what it still wants."""
-        del self._gateways[identity]
-        for request_id in self._take_owned(identity):
+        gateway = self._gateways.pop(identity)
+        self._orphans.release(identity)
+        for request_id in gateway.live:
+            del self._owner[request_id]
             if self._engine is not None:
                 self._engine.cancel(request_id)
-
-    def _take_owned(self, identity: bytes) -> list[str]:
-        owned = [request_id for request_id, owner in self._owner.items() if owner == identity]
-        for request_id in owned:
-            del self._owner[request_id]
-        return owned
 
     # -- messages to gateways -------------------------------------------------------------------------------
 
@@ -284,24 +291,25 @@ class Replica:
             identity = self._owner.get(item.request_id)
             if identity is not None:
                 by_gateway[identity][1].append(item)
-        for output in outputs:
-            if output.finish_reason is not None and not self._is_live(output.request_id):
-                self._owner.pop(output.request_id, None)
         step = self._engine.scheduler.step if self._engine is not None else 0
         for identity, (tokens, logprobs) in by_gateway.items():
             self._gateways[identity].say(OutputBatch(self._epoch, step, tokens, logprobs))
+        for output in outputs:
+            if output.finish_reason is not None and not self._is_live(output.request_id):
+                identity = self._owner.pop(output.request_id, None)
+                if identity is not None:
+                    self._gateways[identity].ended(output.request_id)
 
     def _publish_stats(self, now: float) -> None:
         if now < self._next_stats:
             return
         self._next_stats = now + BEAT_SECONDS
         self._links.to_supervisor(SchedulerPulse(self._number, self._epoch, self._num_steps))
-        if self._engine is None:
-            self._inform_gateways()
-            return
-        stats = collect_stats(self._engine.scheduler, self._epoch, now - self._last_progress)
+        beat: EngineStats | EngineInfo = self._engine_info()
+        if self._engine is not None:
+            beat = collect_stats(self._engine.scheduler, self._epoch, now - self._last_progress)
         for gateway in self._gateways.values():
-            gateway.say(stats)
+            gateway.beat(beat)
 
     def _inform_gateways(self) -> None:
         for gateway in self._gateways.values():

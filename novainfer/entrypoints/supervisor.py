@@ -16,6 +16,7 @@ import time
 from types import TracebackType
 
 from novainfer.config import ServeConfig
+from novainfer.engine.restarts import Restarts
 from novainfer.entrypoints.children import (
     ChildState,
     ChildTable,
@@ -30,7 +31,6 @@ from novainfer.entrypoints.launch import Launch, standard_launch
 from novainfer.entrypoints.notify import notify
 from novainfer.entrypoints.progress import StartProgress
 from novainfer.entrypoints.ranks import dead_ranks, hold_rank, kill_ranks
-from novainfer.entrypoints.restarts import Restarts
 from novainfer.entrypoints.vitals import felt, forgive, hang, heard
 from novainfer.entrypoints.wakeups import Wakeups
 from novainfer.entrypoints.worker_thread import WorkerThread

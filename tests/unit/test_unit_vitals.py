@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from novainfer.config import ServerConfig
+from novainfer.engine.restarts import STABLE_SECONDS, Restarts
 from novainfer.entrypoints.children import ChildState, Phase
-from novainfer.entrypoints.restarts import STABLE_SECONDS, Restarts
 from novainfer.entrypoints.vitals import felt, forgive, hang, heard
 from novainfer.protocol.supervision import RankPulse
 
