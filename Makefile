@@ -1,4 +1,5 @@
-# One command each, from a fresh clone with Python 3.11 or newer: `make serve`, `make test`, `make check`, `make bench`.
+# One command each, from a fresh clone with Python 3.11 or newer: `make serve`, `make test`, `make check`,
+# `make sim SEEDS=n`, `make bench`.
 # Packages come from whatever index pip is configured for.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -15,8 +16,10 @@ SERVE_ARGS ?=
 TEST_ARGS  ?= --suite all
 KILLS      ?= 20
 CASES      ?= 2000
+SEED       ?= 0
+SEEDS      ?= 2000
 
-.PHONY: setup serve test check chaos fuzz bench clean
+.PHONY: setup serve test check chaos fuzz sim bench clean
 
 setup: $(STAMP)
 
@@ -52,6 +55,10 @@ check: setup
 # Long forms of tests that `make test` runs in short.
 chaos: setup
 	$(BIN)/python -m tests.chaos.kill_loop --kills $(KILLS)
+
+# Simulated servers under faults, on all cores: SEEDS worlds from SEED on, each in both modes (docs/simulation.md).
+sim: setup
+	$(BIN)/novainfer sim $(SEED) --seeds $(SEEDS)
 
 bench: setup
 	$(BIN)/python -m bench.startup

@@ -8,21 +8,29 @@ from dataclasses import replace
 from novainfer.errors import ProtocolError
 from novainfer.protocol.link import WINDOW, Inbox, Packet
 from novainfer.protocol.merge import merge_outputs
-from novainfer.protocol.messages import EngineInfo, EngineStats, OutputBatch, PromptLogprobs, TokenOutput
+from novainfer.protocol.messages import EngineInfo, OutputBatch, PromptLogprobs, TokenOutput
+from novainfer.scheduler.request import Request
 
 
 class GatewayLink:
     """One link to one gateway process.
 
     send: one packet to it; False if it cannot be reached.   heard_at: seconds on the caller's clock.
+    window: packets that may be ahead of what was taken.
+    live, untold: by id, the gateway's requests that have not ended; streams that have, but are still being read.
     """
 
-    def __init__(self, send: Callable[[Packet], bool], *, gateway_id: str, link: int, now: float) -> None:
+    def __init__(
+        self, send: Callable[[Packet], bool], *, gateway_id: str, link: int, now: float, window: int = WINDOW
+    ) -> None:
         self.gateway_id = gateway_id
         self.link = link
         self.heard_at = now
         self.is_reachable = True
+        self.live: dict[str, Request] = {}
+        self.untold: dict[str, Request] = {}
         self._send_packet = send
+        self._window = window
         self._inbox = Inbox()
         self._num_sent = 0
         self._num_acknowledged = 0
@@ -50,9 +58,23 @@ class GatewayLink:
         else:
             self._held.put(message)
 
+    def ended(self, request_id: str) -> None:
+        """A request has ended; its last outputs were said before."""
+        request = self.live.pop(request_id, None)
+        if request is not None and request.message.answer:
+            self.untold[request_id] = request
+
+    def told(self, request_id: str) -> None:
+        """Nobody will ask for a request that has ended."""
+        self.untold.pop(request_id, None)
+
+    def beat(self, message: object) -> None:
+        """Send now, a few times a second: if all that had credit was lost, only what follows can show the gap."""
+        self._send(message)
+
     @property
     def _has_credit(self) -> bool:
-        return self._num_sent - self._num_acknowledged < WINDOW
+        return self._num_sent - self._num_acknowledged < self._window
 
     def _send(self, message: object) -> None:
         self.is_reachable = self._send_packet(Packet(self.link, self._num_sent, message)) and self.is_reachable
@@ -60,11 +82,10 @@ class GatewayLink:
 
 
 class _Held:
-    """What a gateway shall hear when it has caught up: of figures the last, of outputs all, as one batch."""
+    """What a gateway shall hear when it has caught up: the last state of the engine; of outputs all, as one batch."""
 
     def __init__(self) -> None:
         self._info: EngineInfo | None = None
-        self._stats: EngineStats | None = None
         self._batch: OutputBatch | None = None
         self._outputs: dict[tuple[str, int], list[TokenOutput]] = {}
         self._prompt_logprobs: list[PromptLogprobs] = []
@@ -73,8 +94,6 @@ class _Held:
     def put(self, message: object) -> None:
         if isinstance(message, EngineInfo):
             self._info = message
-        elif isinstance(message, EngineStats):
-            self._stats = message
         elif isinstance(message, OutputBatch):
             self._batch = message
             self._prompt_logprobs += message.prompt_logprobs
@@ -86,11 +105,9 @@ class _Held:
     def messages(self) -> list[object]:
         """All of it, in the order in which it is to be sent."""
         messages = [*self._others]
-        if self._info is not None:
-            messages.append(self._info)
         if self._batch is not None:
             outputs = [merge_outputs(parts) for parts in self._outputs.values()]
             messages.append(replace(self._batch, outputs=outputs, prompt_logprobs=self._prompt_logprobs))
-        if self._stats is not None:
-            messages.append(self._stats)
+        if self._info is not None:  # last: its epoch may be newer than the outputs', which would count as stale
+            messages.append(self._info)
         return messages

@@ -19,7 +19,7 @@ from novainfer.engine.metrics import collect_stats
 from novainfer.engine.orphans import Orphans
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.executor.base import GroupExecutor
-from novainfer.protocol.link import BEAT_SECONDS, Packet
+from novainfer.protocol.link import BEAT_SECONDS, WINDOW, Packet
 from novainfer.protocol.messages import (
     AddRequest,
     AliasCancelled,
@@ -28,12 +28,14 @@ from novainfer.protocol.messages import (
     Claimed,
     ClaimRequest,
     EngineInfo,
+    EngineStats,
     Heartbeat,
     Hello,
     OutputBatch,
     PromptLogprobs,
     RequestRejected,
     TokenOutput,
+    Told,
     Unlinked,
 )
 from novainfer.protocol.supervision import ROLE_SCHEDULER, ChildReady, SchedulerPulse, WorkersFault, WorkersLost
@@ -56,21 +58,31 @@ class Replica:
     """Owns, from the first time that every rank has said hello, the engine."""
 
     def __init__(
-        self, config: ServeConfig, executor: GroupExecutor, links: ReplicaLinks, *, number: int, epoch: int, now: float
+        self,
+        config: ServeConfig,
+        executor: GroupExecutor,
+        links: ReplicaLinks,
+        *,
+        number: int,
+        epoch: int,
+        now: float,
+        window: int = WINDOW,
     ) -> None:
+        """`window`: of each link to a gateway."""
         self._config = config
         self._executor = executor
         self._links = links
         self._number = number
         self._epoch = epoch
+        self._window = window
         self._engine: EngineCore | None = None
         self._has_workers = False
         self._have_failed = False  # the workers; the supervisor has been told
         self._num_steps = 0  # that ended in this epoch
         self._gateways: dict[bytes, GatewayLink] = {}  # by socket identity
-        self._owned: dict[str, tuple[bytes, Request]] = {}  # request id -> socket identity of its gateway, request
+        self._owner: dict[str, bytes] = {}  # request id -> socket identity of its gateway
         self._orphans = Orphans(config.server.orphan_grace)
-        self._now = self._last_progress = self._next_stats = now
+        self._last_progress = self._next_stats = now
 
     @property
     def engine(self) -> EngineCore | None:
@@ -81,7 +93,6 @@ class Replica:
 
     def turn(self, now: float) -> bool:
         """Do what can be done after messages were handled; True if something moved, so that the next need not wait."""
-        self._now = now
         moved = self._advance(now)
         self._publish_stats(now)
         self._drop_gateways(now)
@@ -107,9 +118,8 @@ class Replica:
     def _step(self, engine: EngineCore, now: float) -> bool:
         if engine.scheduler.num_in_flight == 0:
             self._last_progress = now
+        self._executor.listen()  # first: what ranks said while they were idle is older than the plans to come
         submitted = engine.submit()
-        if engine.scheduler.num_in_flight == 0:
-            self._executor.listen()
         outputs = engine.collect(0.0)
         if outputs is not None:
             self._last_progress = now
@@ -150,7 +160,6 @@ class Replica:
 
     def handle(self, identity: bytes, packet: Packet, now: float) -> None:
         """Take in one packet of the gateway behind this socket identity."""
-        self._now = now
         message, gateway = packet.message, self._gateways.get(identity)
         if isinstance(message, Hello) and packet.number == 0:
             self._greet(identity, packet.link, message, now)
@@ -174,14 +183,15 @@ class Replica:
         elif isinstance(message, AddRequest):
             self._add(engine, identity, message, now)
         elif isinstance(message, CancelRequest):
-            if self._owner(message.request_id) == identity:
-                self._cancel(engine, message)
+            if self._owner.get(message.request_id) == identity:
+                self._cancel(engine, gateway, message)
+        elif isinstance(message, Told):
+            gateway.told(message.request_id)
         elif isinstance(message, CancelAlias):
             gateway.say(AliasCancelled(message.query, self._cancel_alias(engine, message)))
         elif isinstance(message, ClaimRequest):
-            found = self._orphans.find(message.tenant, message.alias, now)
-            live = _with_alias(engine, message)
-            is_owned = any(self._owner(request.request_id) is not None for request in live)
+            found = self._orphans.claim(message.tenant, message.alias, identity, now)
+            is_owned = any(request.request_id in self._owner for request in _with_alias(engine, message))
             gateway.say(Claimed(message.query, found, is_owned))
         else:
             raise ProtocolError(f"a gateway does not send {type(message).__name__}")
@@ -199,7 +209,11 @@ class Replica:
             else:
                 self._orphan(identity, now)
         gateway = GatewayLink(
-            lambda packet: self._links.to_gateway(identity, packet), gateway_id=hello.gateway_id, link=link, now=now
+            lambda packet: self._links.to_gateway(identity, packet),
+            gateway_id=hello.gateway_id,
+            link=link,
+            now=now,
+            window=self._window,
         )
         gateway.is_new(Packet(link, 0, hello), now)
         self._gateways[identity] = gateway
@@ -209,11 +223,11 @@ class Replica:
     def _add(self, engine: EngineCore, identity: bytes, message: AddRequest, now: float) -> None:
         request_id = message.request_id
         gateway = self._gateways[identity]
-        if self._owner(request_id) not in (None, identity):
+        if self._owner.get(request_id, identity) != identity:
             gateway.say(RequestRejected(request_id, 400, "This request id is in use."))
             return
         if self._orphans.pop(request_id):
-            engine.cancel(request_id)  # it goes on from what the gateway has
+            engine.cancel(request_id)  # the gateway that has claimed it, or was there all the time, knows best
         try:
             ended = engine.add(message, now)
         except InvalidRequestError as error:
@@ -224,23 +238,24 @@ class Replica:
             )
             gateway.say(rejected)
         else:
-            request = engine.scheduler.requests.get(request_id)
-            if request is None:  # it went on from its end
-                gateway.say(OutputBatch(self._epoch, engine.scheduler.step, ended))
-            else:
-                self._owned[request_id] = (identity, request)
-                self._publish(ended, [])
+            self._owner[request_id] = identity
+            if request_id in engine.scheduler.requests:
+                gateway.live[request_id] = engine.scheduler.requests[request_id]
+            self._publish(ended, [])
 
-    def _cancel(self, engine: EngineCore, message: CancelRequest) -> None:
+    def _cancel(self, engine: EngineCore, gateway: GatewayLink, message: CancelRequest) -> None:
         self._publish(engine.cancel(message.request_id, message.choice, complete=message.complete), [])
         if not message.complete and not self._is_live(message.request_id):
-            self._orphans.pop(message.request_id)
+            gateway.told(message.request_id)
 
     def _cancel_alias(self, engine: EngineCore, message: CancelAlias) -> bool:
         found = _with_alias(engine, message)
         for request in found:
+            identity = self._owner.get(request.request_id)
             self._publish(engine.cancel(request.request_id), [])
             self._orphans.pop(request.request_id)
+            if identity is not None:
+                self._gateways[identity].told(request.request_id)
         return bool(found)
 
     # -- gateways go ----------------------------------------------------------------------------------------
@@ -249,37 +264,32 @@ class Replica:
         """Give up those that are gone, and the requests that nobody has claimed in time."""
         for identity, gateway in list(self._gateways.items()):
             if not gateway.is_reachable or now - gateway.heard_at > GATEWAY_PATIENCE:
-                owns = any(owner == identity for owner, _ in self._owned.values())
-                words = "gateway %s is gone, its requests wait to be claimed" if owns else "gateway %s is gone"
-                logger.log(logging.WARNING if owns else logging.INFO, words, gateway.gateway_id)
+                words = "gateway %s is gone, its streams wait to be claimed" if gateway.live else "gateway %s is gone"
+                logger.log(logging.WARNING if gateway.live else logging.INFO, words, gateway.gateway_id)
                 self._orphan(identity, now)
         for request_id in self._orphans.expired(now):
             if self._engine is not None:
                 self._engine.cancel(request_id)
 
     def _orphan(self, identity: bytes, now: float) -> None:
-        """The gateway process is gone: its requests go on for those who may take them over."""
-        del self._gateways[identity]
-        for request in self._take_owned(identity):
-            self._orphans.add(request, now)
+        """The gateway process is gone: its streams go on for those who may claim them."""
+        gateway = self._gateways.pop(identity)
+        self._orphans.release(identity)
+        for request in [*gateway.live.values(), *gateway.untold.values()]:
+            self._owner.pop(request.request_id, None)
+            if request.message.answer:
+                self._orphans.add(request, now)
+            elif self._engine is not None:
+                self._engine.cancel(request.request_id)
 
     def _unlink(self, identity: bytes) -> None:
         """The link has ended, the gateway has not: it will send what it still wants."""
-        del self._gateways[identity]
-        for request in self._take_owned(identity):
+        gateway = self._gateways.pop(identity)
+        self._orphans.release(identity)
+        for request_id in gateway.live:
+            del self._owner[request_id]
             if self._engine is not None:
-                self._engine.cancel(request.request_id)
-
-    def _take_owned(self, identity: bytes) -> list[Request]:
-        owned = [request for owner, request in self._owned.values() if owner == identity]
-        for request in owned:
-            del self._owned[request.request_id]
-        return owned
-
-    def _owner(self, request_id: str) -> bytes | None:
-        """Socket identity of the gateway that a live request belongs to."""
-        owned = self._owned.get(request_id)
-        return None if owned is None else owned[0]
+                self._engine.cancel(request_id)
 
     # -- messages to gateways -------------------------------------------------------------------------------
 
@@ -289,31 +299,28 @@ class Replica:
             return
         by_gateway: dict[bytes, tuple[list[TokenOutput], list[PromptLogprobs]]] = defaultdict(lambda: ([], []))
         for output in outputs:
-            identity = self._owner(output.request_id)
+            identity = self._owner.get(output.request_id)
             if identity is not None:
                 by_gateway[identity][0].append(output)
         for item in prompt_logprobs:
-            identity = self._owner(item.request_id)
+            identity = self._owner.get(item.request_id)
             if identity is not None:
                 by_gateway[identity][1].append(item)
-        for output in outputs:
-            if output.finish_reason is not None and not self._is_live(output.request_id):
-                self._disown(output.request_id)
         step = self._engine.scheduler.step if self._engine is not None else 0
         for identity, (tokens, logprobs) in by_gateway.items():
             self._gateways[identity].say(OutputBatch(self._epoch, step, tokens, logprobs))
-
-    def _disown(self, request_id: str) -> None:
-        """A request has ended; of a stream its reader may have lost the last events."""
-        _, request = self._owned.pop(request_id, (None, None))
-        if request is not None and request.message.answer:
-            self._orphans.add(request, self._now)
+        for output in outputs:
+            if output.finish_reason is not None and not self._is_live(output.request_id):
+                identity = self._owner.pop(output.request_id, None)
+                if identity is not None:
+                    self._gateways[identity].ended(output.request_id)
 
     def _refuse(self, refused: list[RequestRejected]) -> None:
         """Requests that were accepted, and will not be run after all."""
         for rejected in refused:
-            identity, _ = self._owned.pop(rejected.request_id, (None, None))
+            identity = self._owner.pop(rejected.request_id, None)
             if identity is not None:
+                self._gateways[identity].live.pop(rejected.request_id, None)
                 self._gateways[identity].say(rejected)
 
     def _publish_stats(self, now: float) -> None:
@@ -321,12 +328,11 @@ class Replica:
             return
         self._next_stats = now + BEAT_SECONDS
         self._links.to_supervisor(SchedulerPulse(self._number, self._epoch, self._num_steps))
-        if self._engine is None:
-            self._inform_gateways()
-            return
-        stats = collect_stats(self._engine.scheduler, self._epoch, now - self._last_progress)
+        beat: EngineStats | EngineInfo = self._engine_info()
+        if self._engine is not None:
+            beat = collect_stats(self._engine.scheduler, self._epoch, now - self._last_progress)
         for gateway in self._gateways.values():
-            gateway.say(stats)
+            gateway.beat(beat)
 
     def _inform_gateways(self) -> None:
         for gateway in self._gateways.values():

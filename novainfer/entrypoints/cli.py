@@ -55,6 +55,13 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     verify.add_argument("--model", help="folder or hub id of the checkpoint (default: the receipt's name)")
     verify.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (default: as the receipt says)")
     verify.add_argument("--any-mode", action="store_true", help="compare even if this machine computes in another mode")
+    sim = commands.add_parser("sim", help="simulate servers under faults", description=_SIM)
+    sim.add_argument("seed", type=int, metavar="SEED", help="the world to run; the first one with --seeds")
+    sim.add_argument("--seeds", type=int, default=1, metavar="N", help="run so many seeds, on all cores (default: 1)")
+    sim.add_argument("--mode", choices=("safety", "liveness", "both"), default="both", help="(default: both)")
+    sim.add_argument("--steps", type=int, metavar="N", help="end each run after N events")
+    sim.add_argument("--trace", action="store_true", help="print everything that happens")
+    sim.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
     models = commands.add_parser("models", help="list what a running server offers")
     for client in (chat, generate, models):
         _add_client_arguments(client)
@@ -93,6 +100,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from novainfer.entrypoints.verify import verify_command
 
         return verify_command(arguments)
+    if arguments.command == "sim":
+        from novainfer.entrypoints.sim import sim_command
+
+        return sim_command(arguments)
     from novainfer.entrypoints.talk import chat_command, generate_command, models_command
 
     commands = {"chat": chat_command, "generate": generate_command, "models": models_command}
@@ -105,6 +116,9 @@ NOVAINFER_MAX_MODEL_LEN) and a key of the YAML file given with --config; flags w
 file, the file over a preset, a preset over the defaults."""
 _VERIFY = """Compute an answer again from its receipt. Exit status 0: every token is the same; 1: it is not; 2: that
 cannot be told, because the receipt is none, the checkpoint is another one, or this machine computes in another mode."""
+_SIM = """Run scheduler, journal and client logic in a simulated world (virtual time, one thread, faults drawn from
+the seed) and check what clients see. safety: faults go on to the end; liveness: they stop, and everything must finish.
+Exit status 1 if something was wrong: then the fewest faults that suffice are printed. docs/simulation.md says more."""
 _DOCTOR = """Check this machine, and the configuration that the same options would serve. Exit status 1 if serving would
 fail."""
 

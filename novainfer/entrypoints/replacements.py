@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from novainfer.config import ServerConfig
-from novainfer.entrypoints.restarts import GATEWAY_STABLE_SECONDS, STABLE_SECONDS, Restarts
+from novainfer.engine.restarts import GATEWAY_STABLE_SECONDS, STABLE_SECONDS, Restarts
 
 
 class Replacements:

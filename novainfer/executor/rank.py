@@ -43,9 +43,11 @@ class RankSession:
         self._epoch = info.epoch
         self._hello_epoch = info.epoch  # up to here the scheduler knows for certain what we hold
         self._last_step: int | None = None
+        self._asks = True  # has said hello since it last answered an `Adopt`
 
     def say_hello(self) -> None:
         """To be called at first, and whenever nothing was heard for a while."""
+        self._asks = True
         self._say_hello([], self._hello_epoch)
 
     def handle(self, message: object) -> bool:
@@ -65,15 +67,24 @@ class RankSession:
         return True
 
     def _follow(self, adopt: Adopt) -> None:
-        """Another scheduler: no row is known to it, and no step was ever asked for. It is told once more if it asks."""
+        """Another scheduler: no row is known to it, and no step was ever asked for.
+
+        It answers each of our hellos, also those that waited for it. It is told once more only if we have said hello
+        since we told it: what it was told got lost then.
+        """
         if adopt.epoch < self._epoch or adopt.epoch == self._hello_epoch:
             return
+        if adopt.epoch == self._epoch and not self._asks:
+            return
+        self._asks = False
         self._steps.drop_rows()
         self._epoch, self._last_step = adopt.epoch, None
         self._say_hello(self._held.tell(), adopt.epoch)
 
     def _launch(self, plan: StepPlan) -> None:
         expected = plan.step if self._last_step is None else self._last_step + 1
+        if plan.is_first != (self._last_step is None):
+            raise EngineError(f"step {plan.step} is {'' if plan.is_first else 'not '}the first one: another was lost")
         if plan.epoch != self._epoch or plan.step != expected:
             raise EngineError(f"got step {plan.step} of epoch {plan.epoch}, not step {expected} of epoch {self._epoch}")
         self._last_step = plan.step

@@ -1,17 +1,23 @@
 """What the scheduler knows of its worker group, as a pure machine: no socket, no clock.
 
 A group is expected, its ranks say hello (or are adopted first), and from then on every plan goes to each rank and is
-answered once, by rank 0, in order. After a failure only `expect` helps: it begins anew with another group.
+answered once, by rank 0, in order. A link loses what is on its way when it breaks, and nobody is told: but ranks that
+say hello again and again, as idle ones do, while an answer is due have never got the plan, or their answer was lost.
+After a failure only `expect` helps: it begins anew with another group.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from novainfer.errors import EngineError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.step import Adopt, IndexedBlock, StepPlan, StepResult, WorkerFault, WorkerHello
+
+# Hellos of each rank while an answer is due (ten a second) before it counts as lost; some may be older than the plan.
+_IDLE_HELLOS = 10
 
 # Sends one record of WORKER_SCHEMA to each of these socket identities; returns those that cannot be reached.
 SendToRanks = Callable[[Sequence[bytes], object], Sequence[bytes]]
@@ -31,9 +37,11 @@ class RankGroup:
         self._group = group
         self._hellos: dict[int, tuple[bytes, WorkerHello]] = {}  # rank -> (socket identity, hello)
         self._info: ExecutorInfo | None = None
+        self._is_first = True  # no plan was sent yet
         self._unanswered: deque[int] = deque()  # steps in the order of submission
         self._results: deque[StepResult] = deque()  # received, not collected
         self._failure: str | None = None
+        self._idle_hellos = [0] * self._world_size  # since the last plan or result, while an answer is due
 
     @property
     def info(self) -> ExecutorInfo:
@@ -62,9 +70,11 @@ class RankGroup:
         self.listen()
         if plan.epoch != self.info.epoch:
             raise EngineError(f"plan of epoch {plan.epoch} for workers of epoch {self._epoch}")
-        self.tell_all(plan)
+        self.tell_all(replace(plan, is_first=True) if self._is_first else plan)
+        self._is_first = False
         self.listen()
         self._unanswered.append(plan.step)
+        self._idle_hellos = [0] * self._world_size
 
     def collect(self, timeout: float | None = 0.0) -> StepResult | None:
         """The oldest unanswered step's result, None if it is not there. Raises `EngineError` if workers failed."""
@@ -101,8 +111,11 @@ class RankGroup:
             self._failure = f"rank {rank} has disconnected"
 
     def _on_hello(self, identity: bytes, hello: WorkerHello) -> None:
-        if hello.group != self._group or hello.epoch > self._epoch or hello.rank in self._hellos:
-            return  # of a group that was replaced, or said once more
+        if hello.group != self._group or hello.epoch > self._epoch:
+            return  # of a group that was replaced
+        if hello.rank in self._hellos:
+            self._on_idle(hello.rank)
+            return
         if hello.epoch < self._epoch:
             self._send([identity], Adopt(self._epoch))
             return
@@ -117,6 +130,14 @@ class RankGroup:
                 return
             self._info = _agree(hellos)
 
+    def _on_idle(self, rank: int) -> None:
+        """A rank that is known says hello once more: it waits for a plan."""
+        if not self._unanswered:
+            return
+        self._idle_hellos[rank] += 1
+        if min(self._idle_hellos) >= _IDLE_HELLOS and self._failure is None:
+            self._failure = f"every rank is idle and step {self._unanswered[0]} has no answer: a message was lost"
+
     def _on_result(self, result: StepResult) -> None:
         if result.epoch != self._epoch:
             return  # the last words of a group that was replaced, or meant for the scheduler before this one
@@ -125,6 +146,7 @@ class RankGroup:
             self._failure = f"workers answered step {result.step}, not step {expected}"
             return
         self._results.append(result)
+        self._idle_hellos = [0] * self._world_size
 
 
 def _agree(hellos: Sequence[WorkerHello]) -> ExecutorInfo:

@@ -1,9 +1,9 @@
 """What gateways and a scheduler say to each other. One record per fact; see `codec` for the wire form.
 
-Gateway -> scheduler: Hello, Heartbeat, AddRequest, CancelRequest, Told, CancelAlias, ClaimRequest. Scheduler -> gateway:
-EngineInfo, OutputBatch, RequestRejected, EngineStats, AliasCancelled, Claimed, Unlinked.   They travel as numbered
-packets (see `link`). Every token carries (epoch, request_id, choice, index): a consumer drops older epochs and indexes
-that it has, and treats a gap as a fault.
+Gateway -> scheduler: Hello, Heartbeat, AddRequest, CancelRequest, Told, CancelAlias, ClaimRequest.
+Scheduler -> gateway: EngineInfo, OutputBatch, RequestRejected, EngineStats, AliasCancelled, Claimed, Unlinked.
+They travel as numbered packets (see `link`). Every token carries (epoch, request_id, choice, index): a consumer drops
+older epochs and indexes that it has, and treats a gap as a fault.
 """
 
 from __future__ import annotations

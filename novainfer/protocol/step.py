@@ -59,6 +59,8 @@ class StepPlan:
     copy_src/copy_dst: whole KV blocks to copy before anything is computed (copy-on-write).
     unindexed/indexed: the blocks that left and entered the scheduler's prefix index since its last plan, no block in
     both; rank 0 keeps the account for a scheduler that has lost it (see `Adopt`).
+    is_first: of those that this scheduler sends to ranks that have just said hello. Otherwise a rank that lost the
+    first one would begin with the second, and add up with ranks that are a step behind.
     """
 
     epoch: int
@@ -72,6 +74,7 @@ class StepPlan:
     copy_dst: list[int] = field(default_factory=list)
     unindexed: list[int] = field(default_factory=list)
     indexed: list[IndexedBlock] = field(default_factory=list)
+    is_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

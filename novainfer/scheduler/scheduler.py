@@ -160,7 +160,7 @@ class Scheduler:
             stage = "it waited in the queue" if request.request_id in self._not_begun else "its tokens were generated"
             for sequence in request.sequences:
                 if not sequence.finished:
-                    error = f"The request's time limit of {request.message.deadline:g} s passed while {stage}."
+                    error = f"The request's time limit passed while {stage}."
                     outputs.append(self._end(sequence, FINISH_ERROR, error=error))
         return outputs
 

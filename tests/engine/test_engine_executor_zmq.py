@@ -91,8 +91,8 @@ def result(step: int, epoch: int = 1) -> StepResult:
     return StepResult(epoch=epoch, step=step, rows=[0], token_ids=[step])
 
 
-def plan(step: int, epoch: int = 1) -> StepPlan:
-    return StepPlan(epoch=epoch, step=step, rows=[], num_new_tokens=[])
+def plan(step: int, epoch: int = 1, *, is_first: bool = False) -> StepPlan:
+    return StepPlan(epoch=epoch, step=step, rows=[], num_new_tokens=[], is_first=is_first)
 
 
 def test_all_ranks_when_they_say_hello_then_info_is_what_each_can_do(ranks: Ranks) -> None:
@@ -120,7 +120,7 @@ def test_two_plans_when_submitted_then_every_rank_gets_both_and_results_come_in_
     for step in (4, 5):
         ranks.executor.submit(plan(step))
     for rank in range(2):
-        assert [ranks.hear(rank), ranks.hear(rank)] == [plan(4), plan(5)]
+        assert [ranks.hear(rank), ranks.hear(rank)] == [plan(4, is_first=True), plan(5)]
     assert ranks.executor.collect(0) is None
     ranks.say(0, result(4))
     ranks.say(0, result(5))
@@ -137,7 +137,7 @@ def test_a_plan_larger_than_a_message_when_submitted_then_engine_error_and_the_r
     with pytest.raises(EngineError, match=r"more than a message may have"):
         ranks.executor.submit(StepPlan(1, 0, rows=[], num_new_tokens=[], new_blocks=[NewBlocks(0, blocks)]))
     ranks.executor.submit(plan(0))
-    assert [ranks.hear(rank) for rank in range(2)] == [plan(0)] * 2
+    assert [ranks.hear(rank) for rank in range(2)] == [plan(0, is_first=True)] * 2
     ranks.say(0, result(0))
     assert ranks.executor.collect(WAIT) == result(0)
 
@@ -214,7 +214,7 @@ def test_a_failed_group_when_another_one_is_expected_then_only_that_one_is_heard
     ranks.executor.submit(plan(4, epoch=2))
     ranks.say(0, result(4, epoch=2))
     assert ranks.executor.collect(WAIT) == result(4, epoch=2)
-    assert [ranks.hear(rank) for rank in (0, 0, 1, 1)] == [plan(0), plan(4, epoch=2)] * 2
+    assert [ranks.hear(rank) for rank in (0, 0, 1, 1)] == [plan(0, is_first=True), plan(4, epoch=2, is_first=True)] * 2
 
 
 def test_ranks_of_an_older_epoch_when_a_new_scheduler_finds_them_then_it_adopts_them_with_what_they_hold(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from novainfer.config import ServerConfig
+from novainfer.engine.restarts import DELAYS, STABLE_SECONDS, Restarts
 from novainfer.entrypoints.children import ChildState, Phase
 from novainfer.entrypoints.replacements import Replacements
-from novainfer.entrypoints.restarts import DELAYS, STABLE_SECONDS, Restarts
 from novainfer.entrypoints.vitals import felt, forgive, hang, heard
 from novainfer.protocol.supervision import RankPulse
 
