@@ -48,12 +48,16 @@ class Verdicts:
                 self._num_blows += 1
                 self._weight += 2 if fault.target == "rank wire" and fault.kind in ("drop", "reset") else 1
             self._weight += 2 * (fault.kind == "poison")
+        self._num_breaks = sum(fault.target in ("gateway wire", "gateway", "scheduler", "wires") for fault in faults)
         self._num_poisons = sum(fault.kind == "poison" for fault in faults)
 
     @property
     def may_give_up(self) -> bool:
-        """There were so many blows that nothing could work between one death and the next; a poison counts twice."""
-        return self._num_blows + 2 * self._num_poisons > len(DELAYS)
+        """There were so many blows that nothing could work between one death and the next.
+
+        A poison counts twice, and twice more whenever a link may have ended with the word that it was given up.
+        """
+        return self._num_blows + 2 * self._num_poisons * (1 + self._num_breaks) > len(DELAYS)
 
     def refused(self, name: str, words: str, *, has_tokens: bool) -> None:
         """A client was told to come later."""
@@ -90,7 +94,7 @@ class Verdicts:
     def unclaimed(self, spec: RequestSpec) -> None:
         """A client asked for its stream in time, and nobody had it."""
         scenario = self._cluster.scenario
-        has_time = scenario.config.server.orphan_grace >= 2.0 and scenario.num_gateways > 1
+        has_time = scenario.config.server.orphan_grace >= 2.0 and scenario.num_gateways > 1 and not scenario.may_refuse
         if self._claims_must_work and has_time:
             raise Violation(f"{spec.message.request_id}: its stream cannot be claimed, and nothing else was wrong")
         self.errors["unclaimed"] += 1

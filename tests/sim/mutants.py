@@ -27,6 +27,7 @@ from novainfer.protocol.link import Inbox
 from novainfer.scheduler import isolation, request
 from novainfer.scheduler.batch import StepBatch
 from novainfer.scheduler.isolation import Isolation
+from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
 from novainfer.scheduler.request import Sequence
 from novainfer.scheduler.scheduler import Scheduler
@@ -194,7 +195,7 @@ def orphans_are_cancelled_at_once(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def the_last_outputs_die_with_the_gateway(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GatewayLink, "untold", [])
+    wrap(patch, GatewayLink, "ended", lambda original, self, request_id: self.live.pop(request_id, None))
 
 
 # -- ranks ----------------------------------------------------------------------------------------------------------
@@ -349,7 +350,7 @@ def what_is_not_finite_stays_in_the_index(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def the_prefix_index_outlives_the_workers(patch: pytest.MonkeyPatch) -> None:
     def reset(original: Any, self: Scheduler, info: Any) -> None:
-        index = self.kv.index if hasattr(self, "kv") else None
+        index = self.kv.index if hasattr(self, "_rows") else None
         original(self, info)
         if index is not None:
             self.kv.index = index
@@ -377,30 +378,30 @@ def freed_rows_are_not_told(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def preemption_leaves_the_generation(patch: pytest.MonkeyPatch) -> None:
-    def preempt(original: Any, self: Scheduler, victim: Sequence) -> None:
+    def preempt(original: Any, self: Placement, victim: Sequence) -> None:
         original(self, victim)
         victim.generation -= 1
 
-    wrap(patch, Scheduler, "_preempt", preempt)
+    wrap(patch, Placement, "_preempt", preempt)
 
 
 @mutant
 def preemption_forgets_pending_tokens(patch: pytest.MonkeyPatch) -> None:
-    def preempt(original: Any, self: Scheduler, victim: Sequence) -> None:
+    def preempt(original: Any, self: Placement, victim: Sequence) -> None:
         original(self, victim)
         victim.num_pending = 0
 
-    wrap(patch, Scheduler, "_preempt", preempt)
+    wrap(patch, Placement, "_preempt", preempt)
 
 
 @mutant
 def preemption_loses_a_token(patch: pytest.MonkeyPatch) -> None:
-    def preempt(original: Any, self: Scheduler, victim: Sequence) -> None:
+    def preempt(original: Any, self: Placement, victim: Sequence) -> None:
         original(self, victim)
         if victim.num_output:
             victim.token_ids.pop()
 
-    wrap(patch, Scheduler, "_preempt", preempt)
+    wrap(patch, Placement, "_preempt", preempt)
 
 
 @mutant
