@@ -41,7 +41,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "a_shared_block_is_written_to": (SAFETY, 1),
     "a_block_is_taken_with_its_old_index_entry": (SAFETY, 8),
     "blocks_enter_the_index_before_they_are_computed": (LIVENESS, 14),
-    "what_is_not_finite_stays_in_the_index": (LIVENESS, 2659),
+    "what_is_not_finite_stays_in_the_index": (SAFETY, 1793),
     "the_prefix_index_outlives_the_workers": (SAFETY, 41),
     "all_tenants_share_prefixes": (SAFETY, 1),
     "freed_rows_are_not_told": (SAFETY, 0),

@@ -27,6 +27,7 @@ from novainfer.protocol.messages import (
     OutputBatch,
     RequestRejected,
     TokenOutput,
+    Told,
     Unlinked,
 )
 from novainfer.protocol.step import Adopt, StepPlan, StepResult, WorkerHello
@@ -163,18 +164,17 @@ def test_given_a_peer_that_cannot_be_reached_once_when_it_can_again_then_the_lin
     assert not sent.link.is_reachable
 
 
-def test_given_a_request_that_has_ended_when_its_last_packet_is_taken_then_it_counts_as_told() -> None:
+def test_given_a_stream_that_has_ended_when_its_reader_has_all_then_it_is_not_kept() -> None:
     sent = Sent(window=1)
-    sent.link.live = {"r": running(message()), "s": running(message("s"))}
-    sent.link.say(batch(0, 4, end=FINISH_LENGTH))
-    sent.link.ended("r")
-    sent.link.say(OutputBatch(1, 1, [TokenOutput("s", 0, 0, [3], FINISH_LENGTH)]))
-    sent.link.ended("s")
-    assert [request.request_id for request in sent.link.untold] == ["r", "s"]
+    sent.link.live = {name: running(message(name, answer="a stream" * (name == "s"))) for name in ("r", "s")}
+    for name in ("r", "s"):
+        sent.link.say(OutputBatch(1, 1, [TokenOutput(name, 0, 0, [3], FINISH_LENGTH)]))
+        sent.link.ended(name)
+    assert list(sent.link.untold) == ["s"]
     sent.link.acknowledge(1)
-    assert [request.request_id for request in sent.link.untold] == ["s"]
-    sent.link.acknowledge(2)
-    assert sent.link.untold == []
+    assert list(sent.link.untold) == ["s"]
+    sent.link.told("s")
+    assert sent.link.untold == {}
     assert sent.link.live == {}
 
 
@@ -369,13 +369,28 @@ def test_given_a_cancel_when_tokens_still_come_then_only_the_end_is_heard() -> N
     assert gateway.stream.ends == [None]
 
 
+@pytest.mark.parametrize(("answer", "words"), [("a stream", [Told("r")]), ("", [])])
+def test_given_a_request_that_has_ended_when_its_reader_has_all_then_the_engine_is_told_once_of_a_stream(
+    answer: str, words: list[object]
+) -> None:
+    gateway = Gateway()
+    gateway.ready()
+    gateway.submit(message(answer=answer))
+    gateway.session.told("r")
+    gateway.hear(batch(0, 4, end=FINISH_LENGTH))
+    gateway.sent()
+    gateway.session.told("r")
+    gateway.session.told("r")
+    assert [packet.message for packet in gateway.sent()] == words
+
+
 def test_given_a_question_when_the_answer_comes_then_it_is_handed_on() -> None:
     gateway = Gateway()
     gateway.ready()
     gateway.session.ask(ClaimRequest(4, "t", "a"))
     assert gateway.sent() == [Packet(10, 1, ClaimRequest(4, "t", "a"))]
-    gateway.hear(Claimed(4, [message()]))
-    assert gateway.answers == [Claimed(4, [message()])]
+    gateway.hear(Claimed(4, [message()], False))
+    assert gateway.answers == [Claimed(4, [message()], False)]
 
 
 def test_given_what_no_scheduler_sends_when_it_comes_then_it_is_a_protocol_error() -> None:
