@@ -24,7 +24,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "a_cancel_does_not_reach_the_engine": (SAFETY, 4),
     "the_journal_forgets_the_last_word": (LIVENESS, 3),
     "claim_without_tenant_check": (SAFETY, 77),
-    "claimed_requests_are_taken_out_at_once": (SAFETY, 209),
+    "claimed_requests_are_taken_out_at_once": (SAFETY, 3311),
     "orphans_never_expire": (SAFETY, 11),
     "orphans_are_cancelled_at_once": (SAFETY, 3),
     "the_last_outputs_die_with_the_gateway": (SAFETY, 23),
