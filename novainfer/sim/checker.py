@@ -32,7 +32,7 @@ class Checker:
             and (f.target != "scheduler" or cluster.scenario.group.world_size == 1)
             for f in faults
         )
-        self._unwanted_since: dict[tuple[str, int], float] = {}
+        self._unwanted_since: dict[tuple[int, str, int], float] = {}
         self._supervisor = supervisor
         self._num_turns = 0
         self._last_epoch = 0
@@ -84,7 +84,7 @@ class Checker:
             sequences = replica.engine.scheduler.requests[request_id].sequences if replica.engine is not None else []
             for sequence in sequences:
                 if not sequence.finished and (entry is None or entry.finish_reasons[sequence.choice] is not None):
-                    key = request_id, sequence.choice
+                    key = replica._epoch, request_id, sequence.choice  # a new scheduler is told anew
                     since[key] = unwanted.get(key, now)
                     if now - since[key] > _UNWANTED_SECONDS:
                         raise Violation(f"{request_id}/{sequence.choice} is computed, and its gateway has ended it")

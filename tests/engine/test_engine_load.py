@@ -131,4 +131,4 @@ def test_given_deadlines_when_they_pass_then_the_message_names_the_stage() -> No
     driver.record(ends)
     assert [end.finish_reason for end in ends] == [FINISH_ERROR] * 2
     assert ["queue" in (end.error or "") for end in ends] == [False, True]
-    assert all("4 s" in (end.error or "") for end in ends)
+    assert all("time limit passed" in (end.error or "") for end in ends)
