@@ -85,7 +85,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     model = write_tokenizer(folder / "model")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "h11":
-            patch.setattr("gateway.process._http_protocol", lambda: "h11")
+            patch.setattr("gateway.process._http_protocol", lambda stall_seconds: "h11")
         scheduler, gateway = start_pair(model, folder / "run", Tokenizer.load(model).vocab_size, api_key=(KEY,))
     assert gateway.server.config.http_protocol_class.__module__.endswith(
         {"h11": "h11_impl"}.get(request.param, "connection")
@@ -105,7 +105,10 @@ def paths_of(routes: Iterable[Any], prefix: str = "") -> Iterator[str]:
 def closed_paths(gateway: GatewayThread) -> list[str]:
     """The routes that want a key, as a client would write them."""
     app: Any = gateway.server.config.app
-    paths = {path.replace("{model_id:path}", "a").replace("{request_id}", "a") for path in paths_of(app.routes)}
+    paths = {
+        path.replace("{model_id:path}", "a").replace("{request_id}", "a").replace("{stream_id}", "a")
+        for path in paths_of(app.routes)
+    }
     return sorted(paths - OPEN_PATHS)
 
 
