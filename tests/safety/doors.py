@@ -330,6 +330,14 @@ def _id_of(case: Case) -> Any:
     return case.value if case.row.name == "request_id" else f"case-{case.number}"
 
 
+def _unchecked(values: dict[str, Any]) -> SamplingParams:
+    """Parameters that their own constructor would not take."""
+    params = SamplingParams()
+    for name, value in values.items():
+        object.__setattr__(params, name, value)
+    return params
+
+
 def _encoded(case: Case) -> bytes | None:
     """The record; None where the codec cannot write it."""
     own = {**case.row.beside, case.row.name: case.value}
@@ -337,7 +345,7 @@ def _encoded(case: Case) -> bytes | None:
     values: dict[str, Any] = {"request_id": _id_of(case), "prompt_token_ids": PROMPT_IDS, "eos_token_ids": [EOS]}
     values |= {name: value for name, value in own.items() if name not in _PARAMS}
     try:
-        return GATEWAY_SCHEMA.encode(AddRequest(params=SamplingParams(**params), **values))
+        return GATEWAY_SCHEMA.encode(AddRequest(params=_unchecked(params), **values))
     except (OverflowError, UnicodeEncodeError):
         return None
 
