@@ -1,6 +1,7 @@
 """The one entry to the tests: `python -m tests.run --suite stage0|stage1|stage2|all`.
 
-Runs pytest once, in place of this process, so that the last line and the exit status are pytest's own.
+Runs pytest once, in place of this process, so that the last line and the exit status are pytest's own. Two of its
+workers share the files out: tests of servers mostly wait for them. `-n 0` runs all in one process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 SUITES = ("stage0", "stage1", "stage2", "all")
 WHEN = ("auto", "always", "never")
+TWO_WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def marker_expression(suite: str, *, parity: str, hf: str) -> str:
@@ -38,7 +40,7 @@ def command(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--run-parity", choices=WHEN, default="auto", help="tests against transformers")
     parser.add_argument("--run-hf", choices=WHEN, default="auto", help="the same on --model-path")
     options, rest = parser.parse_known_args(arguments)
-    built = [sys.executable, "-m", "pytest"]
+    built = [sys.executable, "-m", "pytest", *TWO_WORKERS]
     expression = marker_expression(options.suite, parity=options.run_parity, hf=options.run_hf)
     if expression:
         built += ["-m", expression]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ def wait_replaced(server: RunningServer, title: str, old: psutil.Process) -> Non
     """Block until another process has this title."""
     while server.processes().get(title, old) == old:
         assert server.process.poll() is None, server.errors
+        time.sleep(0.005)  # nothing tells of a process that another one starts
 
 
 def last_rank(server: RunningServer) -> str:

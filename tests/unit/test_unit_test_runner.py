@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run import command, marker_expression
+from tests.run import TWO_WORKERS, command, marker_expression
 
 pytestmark = pytest.mark.unit
 
@@ -34,9 +34,8 @@ def test_switches_when_given_then_they_become_one_marker_expression(
 def test_a_command_line_when_built_then_unknown_options_go_to_pytest(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     built = command(["--suite", "stage0", "--model-path", str(tmp_path), "-x", "tests/kernels"])
-    assert built == [
-        *(sys.executable, "-m", "pytest", "-m", "stage0", "--model-path", str(tmp_path), "-x", "tests/kernels")
-    ]
+    chosen = ("-m", "stage0", "--model-path", str(tmp_path), "-x", "tests/kernels")
+    assert built == [sys.executable, "-m", "pytest", *TWO_WORKERS, *chosen]
 
 
 def test_a_folder_without_a_checkpoint_when_given_then_it_is_refused(tmp_path: Path) -> None:
