@@ -6,6 +6,7 @@ either got its next token (and is cleared) or killed the group again (and is giv
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from novainfer.scheduler.request import Sequence
 # A death from outside (SIGKILL, a hang, a lost host) says little about what ran: it takes two of them, with no token in
 # between, to make a suspect, and two more while it runs alone to convict it.
 _OUTSIDE_DEATHS = 2
+_REMEMBERED = 1024  # choices that were given up
 
 
 @dataclass(slots=True)
@@ -31,6 +33,11 @@ class Isolation:
         self._suspects: dict[Sequence, None] = {}
         self._records: dict[Sequence, _Record] = {}
         self._lonely: Sequence | None = None
+        self._given_up: OrderedDict[tuple[str, int], None] = OrderedDict()  # (request id, choice)
+
+    def has_given_up(self, sequence: Sequence) -> bool:
+        """Its request was sent again by a gateway that the word of its end has not reached: it would kill once more."""
+        return (sequence.request.request_id, sequence.choice) in self._given_up
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._suspects
@@ -60,9 +67,15 @@ class Isolation:
             if sequence is self._lonely:
                 record.alone += 1
                 if faulted or record.alone >= _OUTSIDE_DEATHS:
+                    self._give_up(sequence)
                     return sequence
             else:
                 record.together += 1
                 if faulted or record.together >= _OUTSIDE_DEATHS:
                     self._suspects[sequence] = None
         return None
+
+    def _give_up(self, sequence: Sequence) -> None:
+        self._given_up[sequence.request.request_id, sequence.choice] = None
+        if len(self._given_up) > _REMEMBERED:
+            self._given_up.popitem(last=False)

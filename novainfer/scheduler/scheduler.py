@@ -107,7 +107,7 @@ class Scheduler:
     def add(self, message: AddRequest, now: float) -> list[TokenOutput]:
         """Accept a request; `now` in seconds on the caller's clock, for its time limits.
 
-        Returns the ends of resumed choices that had nothing left to do. Raises `InvalidRequestError` or
+        Returns the ends of choices that have nothing left to do. Raises `InvalidRequestError` or
         `OverloadedError`; then nothing has changed.
         """
         check_request(message, self._info)
@@ -330,7 +330,9 @@ class Scheduler:
     # -- ends -----------------------------------------------------------------------------------------------
 
     def _already_ended(self, sequence: Sequence) -> TokenOutput | None:
-        """A resumed choice whose last token was emitted but whose end was lost."""
+        """A resumed choice whose last token was emitted, or which was given up, but whose end was lost."""
+        if self._isolation.has_given_up(sequence):
+            return self._end(sequence, FINISH_ERROR, error=_QUARANTINED)
         reason = sequence.finish_reason()
         return self._end(sequence, reason) if reason else None
 

@@ -48,14 +48,14 @@ class Verdicts:
                 self._num_blows += 1
                 self._weight += 2 if fault.target == "rank wire" and fault.kind in ("drop", "reset") else 1
             self._weight += 2 * (fault.kind == "poison")
-        self._num_breaks = sum(fault.target in ("gateway wire", "gateway", "scheduler", "wires") for fault in faults)
+        self._num_breaks = sum(fault.target == "scheduler" for fault in faults)
         self._num_poisons = sum(fault.kind == "poison" for fault in faults)
 
     @property
     def may_give_up(self) -> bool:
         """There were so many blows that nothing could work between one death and the next.
 
-        A poison counts twice, and twice more whenever a link may have ended with the word that it was given up.
+        A poison counts twice, and twice more for each scheduler that may have died with what it knew of it.
         """
         return self._num_blows + 2 * self._num_poisons * (1 + self._num_breaks) > len(DELAYS)
 

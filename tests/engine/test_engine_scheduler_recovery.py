@@ -116,6 +116,23 @@ def test_given_a_request_that_kills_when_it_runs_among_others_then_it_alone_ends
     assert driver.streams["late", 0] == expected([8] * 6, max_tokens=3)
 
 
+@pytest.mark.parametrize("faulted", [True, False])
+def test_given_a_request_that_was_given_up_when_it_is_sent_again_then_it_ends_at_once_as_before(faulted: bool) -> None:
+    driver = Driver(FragileExecutor())
+    driver.add("poison", [1, POISON, 2], n=2, max_tokens=6)
+    run_with_poison(driver, faulted=faulted)
+    first = [(o.choice, o.error) for o in driver.outputs]
+    assert {choice for choice, _ in first} == {0, 1}
+    driver.outputs.clear()
+    driver.ends.clear()
+    driver.add("poison", [1, POISON, 2], n=2, max_tokens=6)
+    assert run_with_poison(driver, faulted=faulted) == 0
+    assert [(o.choice, o.error) for o in driver.outputs] == first
+    driver.add("another", [1, 2], max_tokens=3)
+    driver.run()
+    assert driver.streams["another", 0] == expected([1, 2], max_tokens=3)
+
+
 def test_given_smaller_workers_when_they_come_back_then_what_cannot_run_any_more_ends_and_the_rest_goes_on() -> None:
     driver = Driver(OracleExecutor(num_blocks=64, max_model_len=256))
     driver.add("large", list(range(40)), max_tokens=20)
