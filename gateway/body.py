@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from starlette.types import Receive, Scope
@@ -44,8 +45,18 @@ class ByteBudget:
         self.left += count
 
 
-async def read_json(scope: Scope, receive: Receive, *, max_bytes: int, budget: ByteBudget) -> dict[str, Any]:
-    """The JSON object in the body. Raises `ApiError` (400, 408, 413, 415, 503) or `ClientGone`."""
+async def read_json(
+    scope: Scope,
+    receive: Receive,
+    *,
+    max_bytes: int,
+    budget: ByteBudget,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """The JSON object in the body. Raises `ApiError` (400, 408, 413, 415, 503) or `ClientGone`.
+
+    `check` is called once the size is known, and may raise: a request that has no chance need not be parsed.
+    """
     headers = dict(scope["headers"])
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json" and not media_type.endswith(b"+json"):
@@ -59,6 +70,7 @@ async def read_json(scope: Scope, receive: Receive, *, max_bytes: int, budget: B
     except TimeoutError:
         raise ApiError(408, "The request body came too slowly.", "timeout") from None
     request_info(scope).body_bytes = len(body)
+    check()
     return _parse(body)
 
 

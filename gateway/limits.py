@@ -121,23 +121,9 @@ class Limits:
         self._mean_seconds = 1.0
 
     def reserve(self, tenant: str, cost: Cost | None = None, room: Room | None = None) -> Permit:
-        """Room for a request of `tenant`.
-
-        Raises `OverloadedError` with 503 when the server is full or drains, with 429 when the tenant has its share;
-        `InvalidRequestError` when so much can never be held.
-        """
+        """Room for a request of `tenant`. Raises what `check` raises."""
         cost = cost or Cost()
-        account = self._account(tenant)
-        if self.draining:
-            raise OverloadedError("The server is shutting down.", retry_after=5.0)
-        max_requests = account.quota.max_requests
-        if cost.prompts > self._max_live or (max_requests and cost.prompts > max_requests):
-            raise InvalidRequestError(f"{cost.prompts} prompts in one request are too many.", param="prompt")
-        self._check_quota(account, cost, room)
-        if self.num_live + cost.prompts > self._max_live:
-            raise OverloadedError("The server is full.", retry_after=self._until_next(self.num_live))
-        if room is not None:
-            self._check_room(account, cost, room)
+        account = self.check(tenant, cost, room)
         tokens = cost.prompt_tokens + cost.output_tokens
         if account.bucket is not None:
             account.bucket.take(tokens)
@@ -149,6 +135,25 @@ class Limits:
         account.sequences += cost.sequences
         account.queued_tokens += tokens
         return Permit(self, account, cost)
+
+    def check(self, tenant: str, cost: Cost, room: Room | None) -> Account:
+        """Whether there is room now; nothing is taken.
+
+        Raises `OverloadedError` with 503 when the server is full or drains, with 429 when the tenant has its share;
+        `InvalidRequestError` when so much can never be held.
+        """
+        account = self._account(tenant)
+        if self.draining:
+            raise OverloadedError("The server is shutting down.", retry_after=5.0)
+        max_requests = account.quota.max_requests
+        if cost.prompts > self._max_live or (max_requests and cost.prompts > max_requests):
+            raise InvalidRequestError(f"{cost.prompts} prompts in one request are too many.", param="prompt")
+        self._check_quota(account, cost, room)
+        if self.num_live + cost.prompts > self._max_live:
+            raise OverloadedError("The server is full.", retry_after=self._until_next(self.num_live))
+        if room is not None:
+            self._check_room(account, cost, room)
+        return account
 
     def headers(self, tenant: str) -> dict[str, str]:
         """`x-ratelimit-*` as OpenAI has them, of the limits that the tenant has."""

@@ -292,6 +292,17 @@ class GatewayService:
         with self.admit(info, cost, self._room(engine)):
             yield
 
+    def refuse_if_full(self, info: RequestInfo) -> None:
+        """Raise `OverloadedError` if a generation with a body of this size has no room, whatever the body says."""
+        with self._refusals_counted():
+            engine = self.engine_info()
+            least = Cost(prompts=1, sequences=1, prompt_tokens=min(info.body_bytes // 2, engine.max_model_len))
+            try:
+                self.limits.check(info.tenant, least, self._room(engine))
+            except OverloadedError:
+                info.headers |= self.limits.headers(info.tenant)
+                raise
+
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:
         try:

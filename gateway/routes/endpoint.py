@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -48,9 +49,18 @@ class Call:
         return params
 
     async def parse(self, kind: type[Body]) -> tuple[Body, dict[str, str]]:
-        """The body as `kind`, and the headers that name what in it was ignored."""
+        """The body as `kind`, and the headers that name what in it was ignored.
+
+        Raises `OverloadedError` before the body of a generation is parsed, if not even the smallest had room.
+        """
         service = self.service
-        body = await read_json(self.scope, self.receive, max_bytes=service.max_body_bytes, budget=service.body_budget)
+        body = await read_json(
+            self.scope,
+            self.receive,
+            max_bytes=service.max_body_bytes,
+            budget=service.body_budget,
+            check=partial(service.refuse_if_full, self.info) if issubclass(kind, GenerationRequest) else lambda: None,
+        )
         request, ignored = parse(kind, body, strict_params=service.config.server.strict_params)
         return request, {"x-novainfer-ignored": ",".join(ignored)} if ignored else {}
 

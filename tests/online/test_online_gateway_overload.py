@@ -127,6 +127,24 @@ def test_given_a_key_with_quotas_when_it_asks_then_every_answer_says_what_is_lef
         assert not any(name.startswith("x-ratelimit") for name in answer.headers)
 
 
+def test_given_a_key_without_room_when_it_asks_then_the_refusal_comes_before_the_body_is_parsed(
+    crowded: Crowded,
+) -> None:
+    scheduler, gateway = crowded
+    scheduler.tokens_before_pause = 1
+    with gateway.http(**key("key-l")) as http:
+        body = {"prompt": "hello", "max_tokens": 100, "stream": True}
+        no_json = {"content": b"{", "headers": {"content-type": "application/json"}}
+        assert http.post(TEXT, **no_json).status_code == 400
+        with http.stream("POST", TEXT, json=body), http.stream("POST", TEXT, json=body):
+            for path in (TEXT, CHAT):
+                refused = http.post(path, **no_json)
+                assert (refused.status_code, refused.headers["x-ratelimit-remaining-requests"]) == (429, "0")
+                assert int(refused.headers["retry-after"]) >= 1
+            scheduler.tokens_before_pause = None
+        assert http.post("/tokenize", **no_json).status_code == 400
+
+
 def test_given_a_key_that_may_have_one_waiting_when_it_has_then_429_until_that_one_has_begun(crowded: Crowded) -> None:
     scheduler, gateway = crowded
     scheduler.tokens_before_pause = 0

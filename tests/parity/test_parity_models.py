@@ -30,6 +30,8 @@ from workers.tensor_parallel import TensorParallel
 pytestmark = pytest.mark.parity
 
 TOLERANCE = 1e-4
+# What a rank computes is compared for every family; through Ray, one for each way to cut weights among ranks.
+ON_RAY = ("llama3", "qwen2", "mistral", "gemma3", "qwen3_moe", "mixtral")
 Build = Callable[[str], Path]
 Expect = Callable[[str], Generation]
 
@@ -117,10 +119,10 @@ def test_families_given_several_ranks_when_decoded_greedily_then_equal_transform
 def test_families_given_two_ranks_on_ray_when_run_by_the_whole_engine_then_equal_transformers(
     checkpoint: Build, expected: Expect, tmp_path: Path
 ) -> None:
-    folders = {name: str(checkpoint(name)) for name in FAMILIES}
+    folders = {name: str(checkpoint(name)) for name in ON_RAY}
     process = multiprocessing.get_context("spawn").Process(target=run_groups, args=(folders, 2, str(tmp_path)))
     process.start()
     process.join()
     assert process.exitcode == 0
-    for name in FAMILIES:
+    for name in ON_RAY:
         assert_same(Generation(**json.loads((tmp_path / f"{name}.json").read_text())), expected(name))

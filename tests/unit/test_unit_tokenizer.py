@@ -110,6 +110,7 @@ def test_given_a_name_when_resolved_then_folders_come_first_and_nonsense_is_refu
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resolve_checkpoint(str(folder)) == folder
+    monkeypatch.chdir(folder)
     for name in ("no/such/folder", "../x", "a b", "/nowhere", ""):
         with pytest.raises(ConfigError):
             resolve_checkpoint(name)
