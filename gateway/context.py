@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import to_api_error
+from gateway.errors import ApiError, to_api_error
 from gateway.limits import Permit
 from gateway.metrics import GatewayMetrics
 
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _KEY = "novainfer"
+# A proxy may go by the one and the parser by the other: what follows would be a request to one of them alone.
+_TWO_LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 
 
 @dataclass(slots=True)
@@ -69,8 +71,12 @@ class ContextMiddleware:
                 message["headers"] = [*message["headers"], *_headers(info)]
             await send(message)
 
+        app = self._app
+        if _TWO_LENGTHS.issubset(name for name, _ in scope["headers"]):  # httptools itself refuses it, h11 does not
+            words = "A request has Content-Length or Transfer-Encoding, not both."
+            app = ApiError(400, words, "invalid_http", None, {"connection": "close"}).response()
         try:
-            await self._app(scope, receive, send_with_headers)
+            await app(scope, receive, send_with_headers)
         except Exception as error:
             log.exception("request %s failed", info.request_id)
             if info.status:

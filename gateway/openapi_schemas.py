@@ -10,8 +10,10 @@ from typing import Any
 
 from gateway.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
 from gateway.schemas import (
+    KWARG_NAME,
     MAX_MESSAGES,
     MAX_PROMPTS,
+    MAX_TEMPLATE_KWARGS,
     ROLES,
     UNSUPPORTED,
     UNSUPPORTED_PREFIX,
@@ -28,6 +30,7 @@ from novainfer.sampling.params import (
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
 )
+from novainfer.text.chat_template import OWN_NAMES
 
 Schema = dict[str, Any]
 
@@ -150,7 +153,8 @@ def _chat() -> dict[str, Schema]:
         "response_format": {"type": "object", "properties": {"type": {"const": "text"}}},
         "chat_template_kwargs": {
             "type": "object",
-            "propertyNames": {"pattern": "^(?!_)", "not": {"const": "chat_template"}},
+            "propertyNames": {"pattern": KWARG_NAME, "not": {"enum": sorted(OWN_NAMES)}},
+            "maxProperties": MAX_TEMPLATE_KWARGS,
         },
     }
 

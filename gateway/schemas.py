@@ -9,21 +9,48 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from novainfer.errors import InvalidRequestError
 from novainfer.sampling.params import MAX_ID_LIST
+from novainfer.text.chat_template import OWN_NAMES
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 256
+MAX_TEMPLATE_KWARGS = 16
+KWARG_NAME = r"^[A-Za-z][A-Za-z0-9_]{0,63}$"
 
 Name = Annotated[str, Field(max_length=1024)]
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]  # a million complaints would hold the event loop
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Look at a map's size before its entries: each that is wrong would be a complaint of its own."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"more than {count} entries")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _not_ours(name: str) -> str:
+    if name in OWN_NAMES:
+        raise ValueError("a name that is the server's own")
+    return name
+
+
+TemplateKwargs = Annotated[
+    dict[Annotated[str, Field(pattern=KWARG_NAME), AfterValidator(_not_ours)], Any],
+    Field(max_length=MAX_TEMPLATE_KWARGS),
+    _at_most(MAX_TEMPLATE_KWARGS),
+]
 
 
 class _Body(BaseModel):
@@ -57,7 +84,7 @@ class GenerationRequest(_Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: Int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST)] = {}
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST), _at_most(MAX_ID_LIST)] = {}
     allowed_token_ids: Items[TokenId] | None = None
     banned_token_ids: Items[TokenId] = []
     bad_words: Items[str] = []
@@ -91,7 +118,7 @@ class ChatRequest(GenerationRequest):
     modalities: Items[str] = ["text"]
     reasoning_effort: str | None = None
     documents: Items[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: TemplateKwargs = {}
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
@@ -118,7 +145,7 @@ class TokenizeRequest(_Body):
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: TemplateKwargs = {}
     tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
 
 

@@ -85,9 +85,5 @@ def _check_roles(messages: list[dict[str, Any]]) -> None:
 
 
 def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    given = request.chat_template_kwargs
-    if any(name.startswith("_") or name == "chat_template" for name in given):
-        text = "chat_template_kwargs holds a name that is not allowed."
-        raise InvalidRequestError(text, param="chat_template_kwargs")
     extras = {name: getattr(request, name, None) for name in ("reasoning_effort", "documents")}
-    return {**{name: value for name, value in extras.items() if value is not None}, **given}
+    return {**{name: value for name, value in extras.items() if value is not None}, **request.chat_template_kwargs}

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from novainfer.checkpoint import check_model, resolve_checkpoint
 from novainfer.config import ServeConfig, check
 from novainfer.entrypoints.options import resolve
@@ -61,6 +63,21 @@ def _guarded(examine: Callable[[ServeConfig], Verdict], config: ServeConfig) -> 
 def python(config: ServeConfig) -> Verdict:
     """The interpreter; an older one than 3.11 could not have loaded this file."""
     return Verdict("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def packages(config: ServeConfig) -> Verdict:
+    """Every package that is needed against the versions that will do: older ones have known flaws."""
+    try:
+        wanted = [Requirement(line) for line in importlib.metadata.requires("novainfer") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return Verdict("packages", WARN, "NovaInfer is not installed as a package", "pip install . (in its folder)")
+    wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    versions = {one.name: importlib.metadata.version(one.name) for one in wanted}
+    wrong = [one for one in wanted if not one.specifier.contains(versions[one.name], prereleases=True)]
+    if wrong:
+        finding = ", ".join(f"{one.name} {versions[one.name]}" for one in wrong)
+        return Verdict("packages", FAIL, finding, "pip install " + " ".join(f"'{one}'" for one in wrong))
+    return Verdict("packages", OK, f"all {len(wanted)} are new enough")
 
 
 def torch(config: ServeConfig) -> Verdict:
@@ -192,6 +209,7 @@ def _isa() -> list[str]:
 
 CHECKS: tuple[Callable[[ServeConfig], Verdict], ...] = (
     python,
+    packages,
     torch,
     device,
     compiler,

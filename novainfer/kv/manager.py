@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from novainfer.kv.block_pool import BlockPool
-from novainfer.kv.prefix_index import PrefixIndex, chain_key
+from novainfer.kv.prefix_index import Entry, PrefixIndex, chain_key
 from novainfer.protocol.step import IndexedBlock
 
 
@@ -15,7 +15,7 @@ class BlockTable:
     """The KV blocks of one sequence, in order; written by the `KVCacheManager` alone.
 
     `keys` are the chain keys of the leading full blocks hashed so far; `num_indexed` how many of those were
-    offered to the prefix index.
+    offered to the prefix index, and `prefix` what stands for them there (the root, if there are none).
     """
 
     root: bytes
@@ -23,6 +23,16 @@ class BlockTable:
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     num_indexed: int = 0
+    prefix: Entry | bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefix = self.root
+
+    def clear(self) -> None:
+        """Name no block any more; the keys stay true."""
+        self.blocks.clear()
+        self.num_indexed = 0
+        self.prefix = self.root
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +70,12 @@ class KVCacheManager:
         for start in range(0, len(token_ids) - size, size):
             content = token_ids[start : start + size]
             key = self._key(table, start // size, content)
-            block = self.index.find(key, content)
-            if block is None:
+            entry = self.index.find(key, table.prefix, content)
+            if entry is None:
                 break
-            self.pool.share(block)
-            table.blocks.append(block)
+            self.pool.share(entry.block)
+            table.blocks.append(entry.block)
+            table.prefix = entry
         table.num_indexed = len(table.blocks)
         return len(table.blocks) * size
 
@@ -80,6 +91,10 @@ class KVCacheManager:
         full = num_tokens // self.block_size
         child.keys = parent.keys[:full]
         child.num_indexed = min(parent.num_indexed, full)
+        prefix = parent.prefix
+        for _ in range(parent.num_indexed - child.num_indexed):
+            prefix = prefix.parent if isinstance(prefix, Entry) else prefix
+        child.prefix = prefix
 
     def blocks_to_grow(self, table: BlockTable, first: int, num_tokens: int) -> int:
         """Free blocks that `grow` with the same arguments will take."""
@@ -113,7 +128,7 @@ class KVCacheManager:
         for i in range(table.num_indexed, num_computed // size):
             content = token_ids[i * size : (i + 1) * size]
             key = self._key(table, i, content)
-            self.index.insert(table.blocks[i], self._parent(table, i), key, content)
+            table.prefix = self.index.insert(table.blocks[i], key, table.prefix, content)
             table.num_indexed = i + 1
 
     def adopt(self, held: Sequence[IndexedBlock]) -> None:
@@ -145,8 +160,7 @@ class KVCacheManager:
     def release(self, table: BlockTable) -> None:
         """Give all blocks back, the last one first to be reused; their content stays findable till then."""
         self.pool.release(reversed(table.blocks))
-        table.blocks.clear()
-        table.num_indexed = 0
+        table.clear()
 
     def _take(self) -> int:
         block = self.pool.allocate()

@@ -1,8 +1,8 @@
 """Which block holds which prefix: SHA-256 chains over full blocks of token ids. Pure; lives in the scheduler.
 
 key(block i) = SHA-256(key(block i-1) || token ids of block i); key(-1) = SHA-256 of the tenant's salt, so two
-tenants never share a chain. A hit also compares the tokens: a wrong answer would need a SHA-256 collision *and*
-equal tokens in the block, and then the chain before it has been compared as well.
+tenants never share a chain. The key only finds an entry: a hit has equal tokens after the same entry, and so the same
+tokens from the start on. Keys that collide cost speed, and give nobody the blocks of another prefix.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A block's content after one prefix; equal to no other. parent: the entry before it, or the chain's start."""
+
+    block: int
     key: bytes
+    parent: Entry | bytes
     token_ids: tuple[int, ...]
 
 
@@ -39,44 +43,53 @@ class PrefixIndex:
     """Two-way map between chain keys and blocks. At most one block per key, one key per block."""
 
     def __init__(self) -> None:
-        self._block_of: dict[bytes, int] = {}
-        self._entry_of: dict[int, _Entry] = {}
+        self._by_key: dict[bytes, Entry] = {}
+        self._by_block: dict[int, Entry] = {}
         self._changes: dict[int, IndexedBlock | None] = {}  # since `take_changes`; None: the block has left
 
     def __len__(self) -> int:
-        return len(self._entry_of)
+        return len(self._by_block)
 
-    def find(self, key: bytes, token_ids: Sequence[int]) -> int | None:
-        """The block with exactly this content, or None."""
-        block = self._block_of.get(key)
-        if block is None or self._entry_of[block].token_ids != tuple(token_ids):
+    def find(self, key: bytes, parent: Entry | bytes, token_ids: Sequence[int]) -> Entry | None:
+        """The entry with exactly this content after `parent`, or None."""
+        entry = self._by_key.get(key)
+        if entry is None or entry.parent != parent or entry.token_ids != tuple(token_ids):
             return None
-        return block
+        return entry
 
-    def insert(self, block: int, parent: bytes, key: bytes, token_ids: Sequence[int]) -> bool:
-        """Remember a full, computed block: key = chain_key(parent, token_ids).
+    def insert(self, block: int, key: bytes, parent: Entry | bytes, token_ids: Sequence[int]) -> Entry:
+        """Remember a full, computed block. Returns its entry, or the one that was there for the same content.
 
-        False if the key or the block is already known (nothing changes).
+        key: `chain_key` of the parent's key and the token ids. What else had that key is forgotten. A block that is
+        known for other content stays so.
         """
-        if not self._enter(block, key, token_ids):
-            return False
+        known = self.find(key, parent, token_ids)
+        if known is not None:
+            return known
+        if key in self._by_key:
+            self.evict(self._by_key[key].block)
+        entry = Entry(block, key, parent, tuple(token_ids))
+        if block in self._by_block:
+            return entry
         self._changes.pop(block, None)  # to the end, in the order of entry
-        self._changes[block] = IndexedBlock(block, parent, list(token_ids))
-        return True
+        parent_key = parent.key if isinstance(parent, Entry) else parent
+        self._changes[block] = IndexedBlock(block, parent_key, list(token_ids))
+        return self._enter(entry)
 
     def restore(self, held: IndexedBlock) -> bytes | None:
         """Remember a block that the workers told of; its key, or None where it cannot be remembered."""
         key = chain_key(held.parent, held.token_ids)
-        if self._enter(held.block, key, held.token_ids):
-            return key
-        self._changes.setdefault(held.block, None)
-        return None
+        if key in self._by_key or held.block in self._by_block:
+            self._changes.setdefault(held.block, None)
+            return None
+        parent = self._by_key.get(held.parent, held.parent)
+        return self._enter(Entry(held.block, key, parent, tuple(held.token_ids))).key
 
     def evict(self, block: int) -> None:
         """Forget the block's content, because it is about to be overwritten. Unknown blocks are fine."""
-        entry = self._entry_of.pop(block, None)
+        entry = self._by_block.pop(block, None)
         if entry is not None:
-            del self._block_of[entry.key]
+            del self._by_key[entry.key]
             self._changes[block] = None
 
     def take_changes(self) -> tuple[list[int], list[IndexedBlock]]:
@@ -84,9 +97,7 @@ class PrefixIndex:
         changes, self._changes = self._changes, {}
         return [block for block, entry in changes.items() if entry is None], [e for e in changes.values() if e]
 
-    def _enter(self, block: int, key: bytes, token_ids: Sequence[int]) -> bool:
-        if key in self._block_of or block in self._entry_of:
-            return False
-        self._block_of[key] = block
-        self._entry_of[block] = _Entry(key, tuple(token_ids))
-        return True
+    def _enter(self, entry: Entry) -> Entry:
+        self._by_key[entry.key] = entry
+        self._by_block[entry.block] = entry
+        return entry

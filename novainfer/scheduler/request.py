@@ -67,8 +67,7 @@ class Sequence:
 
     def lose_workers(self) -> None:
         """Forget what the workers held: only the known tokens are left, and all of them must be computed again."""
-        self.table.blocks.clear()
-        self.table.num_indexed = 0
+        self.table.clear()
         self.row = NO_ROW
         self.num_pending = self.num_computed_tokens = self.num_confirmed_tokens = 0
         self.generation += 1

@@ -14,17 +14,25 @@ from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError, nodes
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from novainfer.errors import ConfigError, InvalidRequestError
-from novainfer.text.tokenizer import Tokenizer
+from novainfer.text.tokenizer import NAMED_SPECIALS, Tokenizer
 
 RENDER_SECONDS = 2.0
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 _DEADLINE = "_novainfer_deadline"
+# What a template sees under these names comes from us, never from a request.
+OWN_NAMES = frozenset(
+    {
+        "chat_template", "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now",
+        *DEFAULT_NAMESPACE, *NAMED_SPECIALS,
+    }
+)  # fmt: skip
 
 Message = Mapping[str, Any]
 
@@ -102,7 +110,7 @@ class ChatTemplate:
             _plain_message(message, f"messages[{number}]", keep_developer="developer" in self._sources[name])
             for number, message in enumerate(messages)
         ]
-        variables: dict[str, Any] = {**self._special_tokens, **(template_kwargs or {})}
+        variables: dict[str, Any] = {**(template_kwargs or {}), **self._special_tokens}
         variables.update(
             messages=plain,
             tools=list(tools) if tools else None,

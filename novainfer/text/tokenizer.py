@@ -18,7 +18,7 @@ from novainfer.errors import ConfigError
 from novainfer.text.pieces import Pieces, parse_decoder
 
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "sentencepiece.bpe.model")
-_NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _SHORTENING = 4  # how much shorter a normalizer may make a text before we think that somebody is joking
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -134,7 +134,7 @@ def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """'bos_token' -> '<s>' ...; either file may spell a token as a string or as an object with its content."""
     found: dict[str, str] = {}
     for source in (read_json(folder / "special_tokens_map.json"), config):
-        for name in _NAMED_SPECIALS:
+        for name in NAMED_SPECIALS:
             value = source.get(name)
             if isinstance(value, dict):
                 value = value.get("content")

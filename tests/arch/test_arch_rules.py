@@ -86,3 +86,46 @@ def test_every_text_when_read_then_nothing_is_left_for_later_and_no_path_is_one_
             if UNFINISHED.search(line) or HOME.search(line):
                 wrong.append(f"{short(path)}:{number}: {line.strip()[:80]}")
     assert not wrong
+
+
+PUBLISHERS = {"PUB", "SUB", "XPUB", "XSUB", "RADIO", "DISH"}
+
+
+def test_product_code_when_read_then_sockets_of_zeromq_are_made_in_one_place_and_none_is_for_whoever_subscribes() -> (
+    None
+):
+    """The place checks that an address is local or has keys, and bounds what a message may be."""
+    made, wrong = [], []
+    for path in python_files():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Attribute) and node.attr in PUBLISHERS and ast.unparse(node.value) == "zmq":
+                wrong.append(f"{short(path)}:{node.lineno}")
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("context.socket"):
+                made.append(short(path))
+    assert set(made) == {"novainfer/transport/channel.py"}
+    assert not wrong
+
+
+# Reads no code, and compares the digest of what it found.
+WITHOUT_REVISION = {"novainfer/entrypoints/verify.py"}
+LOOK_UPS = {"resolve_checkpoint", "find_checkpoint", "snapshot_download"}
+
+
+def test_product_code_when_read_then_every_file_of_a_checkpoint_is_of_one_revision_and_no_remote_code_is_forced() -> (
+    None
+):
+    seen, wrong = 0, []
+    for path in python_files():
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if words.get("trust_remote_code") == "True":
+                wrong.append(f"{short(path)}:{node.lineno} trusts remote code")
+            if ast.unparse(node.func).split(".")[-1] in LOOK_UPS and short(path) not in WITHOUT_REVISION:
+                seen += 1
+                given = words.get("revision", ast.unparse(node.args[1]) if len(node.args) > 1 else "")
+                if not given.endswith("revision"):
+                    wrong.append(f"{short(path)}:{node.lineno} names no revision")
+    assert seen > 5
+    assert not wrong

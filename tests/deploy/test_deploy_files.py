@@ -127,3 +127,11 @@ def test_the_unit_when_systemd_reads_it_then_it_has_no_complaint(tmp_path: Path)
     done = subprocess.run([tool, "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False)
     complaints = [line for line in done.stderr.splitlines() if "novainfer" in line]
     assert not complaints, complaints
+
+
+@pytest.mark.parametrize("path", [*DOCKERFILES, REPOSITORY / "Makefile"], ids=lambda path: path.name)
+def test_an_image_when_it_installs_packages_then_from_one_index(path: Path) -> None:
+    """With two, whoever takes a package's name at the other one is installed."""
+    text = path.read_text(encoding="utf-8")
+    assert "pip install" in text
+    assert not re.search(r"extra[-_]index|index-strategy|unsafe-best-match", text, re.IGNORECASE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -63,13 +63,42 @@ def test_given_equal_tokens_when_salts_differ_then_keys_differ() -> None:
 
 def test_given_a_colliding_key_when_tokens_differ_then_it_is_a_miss() -> None:
     index = PrefixIndex()
-    assert index.insert(7, b"parent", b"k", [1, 2])
-    assert index.find(b"k", [1, 2]) == 7
-    assert index.find(b"k", [1, 3]) is None
-    assert not index.insert(8, b"parent", b"k", [1, 3])
-    index.evict(7)
-    assert index.find(b"k", [1, 2]) is None
+    entry = index.insert(7, b"k", b"root", [1, 2])
+    assert index.insert(8, b"k", b"root", [1, 2]) is index.find(b"k", b"root", [1, 2]) is entry
+    assert index.find(b"k", b"root", [1, 3]) is None
+    assert index.find(b"k", b"another root", [1, 2]) is None
+    assert index.find(b"k", entry, [1, 2]) is None
+    after = index.insert(8, b"k2", entry, [5, 6])
+    assert index.find(b"k2", entry, [5, 6]) is after
+    assert index.insert(9, b"k", b"root", [1, 3]).block == 9  # the newer content has the key
+    assert index.find(b"k", b"root", [1, 2]) is None
+    assert index.find(b"k2", index.find(b"k", b"root", [1, 3]) or b"", [5, 6]) is None
+    index.evict(9)
+    index.evict(8)
     assert len(index) == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_given_keys_of_four_bits_when_prefixes_are_attached_then_their_blocks_hold_those_very_tokens(
+    data: st.DataObject,
+) -> None:
+    """Identity must not hang on the digest: whatever collides, only speed may be lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("novainfer.kv.manager.chain_key", lambda parent, ids: bytes([chain_key(parent, ids)[0] & 15]))
+        manager, held = KVCacheManager(40, 2), dict[int, list[int]]()
+        for _ in range(30):
+            tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
+            new = table(data.draw(st.sampled_from(["", "tenant"])))
+            computed = manager.attach_prefix(new, tokens)
+            for i, block in enumerate(new.blocks):
+                assert held[block] == [*new.root, *tokens[: 2 * (i + 1)]]
+            assert manager.grow(new, computed, len(tokens)) is not None
+            for i in range(computed // 2, len(new.blocks)):
+                held[new.blocks[i]] = [*new.root, *tokens[: 2 * (i + 1)]]
+            manager.index_blocks(new, tokens, len(tokens))
+            manager.release(new)
+        assert manager.pool.num_free == 40
 
 
 def test_given_a_known_prefix_when_attached_then_exactly_its_blocks_and_the_last_token_is_left() -> None:

@@ -173,3 +173,28 @@ def test_given_cors_when_a_browser_asks_then_only_the_named_origin_is_allowed(
         answer = http.get("/v1/models", headers={"origin": "https://ui.example", "x-api-key": "key-a"})
         assert answer.headers["access-control-allow-origin"] == "https://ui.example"
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_given_prompts_keys_and_paths_when_all_is_answered_then_no_log_or_metric_has_one(
+    locked: tuple[ScriptedScheduler, GatewayThread], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, gateway = locked
+    secret = "canary4711"
+    caplog.set_level("DEBUG")
+    messages = [{"role": "user", "content": secret}]
+    with gateway.http() as http:
+        mine = {"x-api-key": "key-a", "user-agent": secret}
+        assert http.post(CHAT, json={**BODY, "messages": messages, "user": secret}, headers=mine).status_code == 200
+        assert http.post(CHAT, json={**BODY, "messages": [{"role": secret}]}, headers=mine).status_code == 400
+        assert http.get("/v1/models", headers={"authorization": f"Bearer {secret}"}).status_code == 401
+        assert http.get(f"/{secret}%0d%0aERROR", headers=mine).status_code == 404
+        with monkeypatch.context() as patch:
+            patch.setattr(gateway.service, "start", lambda *arguments: [].pop())
+            assert http.post(CHAT, json={**BODY, "messages": messages}, headers=mine).status_code == 500
+        assert secret not in http.get("/metrics", headers=mine).text
+    assert "pop from empty list" in caplog.text  # the check itself can see what is logged
+    ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    assert not [record for record in ours if secret in record.getMessage()]
+    for key in ("key-main", "key-a", "key-b", "key-c"):
+        assert not [record for record in ours if key in record.getMessage()]
+    scheduler.wait_for(lambda: gateway.service.limits.num_live == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -149,3 +150,12 @@ def test_given_a_text_that_is_being_tokenised_when_others_ask_then_they_are_answ
         finally:
             go_on.set()
         assert long.result().status_code == 200
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br"])
+def test_given_a_compressed_body_when_sent_then_it_is_refused_and_never_inflated(pair: Pair, coding: str) -> None:
+    packed = gzip.compress(json.dumps(BODY).encode() + b" " * (64 * MIB))
+    assert len(packed) < MIB
+    reply = pair.http.post(CHAT, content=packed, headers={**JSON, "content-encoding": coding})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
+    assert not pair.scheduler.added

@@ -6,10 +6,12 @@ import json
 import random
 import socket
 import threading
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from tests.fakes import oracle_tokens
 from tests.online.conftest import Pair
 
 pytestmark = pytest.mark.stage2
@@ -186,3 +188,34 @@ def test_given_prompt_logprobs_when_cancelled_while_the_prompt_is_computed_then_
     ids, told = answers[0]["prompt_token_ids"], answers[0]["prompt_logprobs"]
     known = 1 + (len(ids) - 1) // 2
     assert [value is None for value in told] == [not 0 < i < known for i in range(len(ids))]
+
+
+def test_given_requests_whose_ids_are_equal_or_begin_alike_when_some_end_then_the_others_have_their_own_tokens(
+    pair: Pair,
+) -> None:
+    """An id that a client chose is a label: it names what has this very label, and identifies nothing."""
+    pair.scheduler.tokens_before_pause = 1
+    names = ["a", "a", "ab", "abc", "abc", "b", "-", "\xe9", "", "A"]
+    with ExitStack() as stack, pair.gateway.http() as http:
+        streams = []
+        for seed, name in enumerate(names):
+            body = {"prompt": "hello", "seed": seed, "max_tokens": 6, "stream": True, "return_token_ids": True}
+            headers = [(b"x-request-id", name.encode("latin-1"))]
+            context = http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}, headers=headers)
+            streams.append(stack.enter_context(context))
+        assert pair.http.post("/v1/requests/a/cancel").status_code == 200
+        assert pair.http.post("/v1/requests/cmpl/cancel").status_code == 404
+        streams[names.index("abc")].close()
+        pair.scheduler.wait_for(lambda: len(pair.scheduler.live) == len(names) - 3)
+        pair.scheduler.tokens_before_pause = None
+        told = []
+        for stream in streams:
+            if stream.is_closed:
+                continue
+            chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+            ids = [i for chunk in chunks for c in chunk["choices"] for i in c.get("token_ids") or []]
+            told.append((ids, chunks[-1]["choices"][0]["finish_reason"]))
+    wanted = {r.params.seed: oracle_tokens(r, 0, 6, pair.scheduler.vocab_size) for r in pair.scheduler.added}
+    assert [end for _, end in told] == ["cancelled"] * 2 + ["length"] * (len(names) - 3)
+    assert [ids for ids, _ in told[2:]] == [wanted[seed] for seed in range(2, len(names)) if seed != names.index("abc")]
+    assert len({request.request_id for request in pair.scheduler.added}) == len(names)

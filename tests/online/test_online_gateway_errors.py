@@ -104,6 +104,11 @@ def test_given_a_number_out_of_bounds_when_sent_then_the_bounds_are_written_out(
         (CHAT, "structured_outputs", {"regex": "a"}),
         (CHAT, "chat_template", "{{ 1 }}"),
         (CHAT, "chat_template_kwargs", {"chat_template": "x"}),
+        (CHAT, "chat_template_kwargs", {"messages": []}),
+        (CHAT, "chat_template_kwargs", {"bos_token": "x"}),
+        (CHAT, "chat_template_kwargs", {"range": 5}),
+        (CHAT, "chat_template_kwargs", {"a b": 1}),
+        (CHAT, "chat_template_kwargs", {f"a{i}": 1 for i in range(17)}),
         (CHAT, "chat_template_kwargs", {"_novainfer_deadline": 1e12}),
         (TEXT, "prompt", ""),
         (TEXT, "prompt", []),
@@ -274,6 +279,40 @@ def test_given_a_failure_in_mid_stream_when_read_then_one_error_event_ends_it_wi
     fail()
     with pytest.raises(openai.APIError, match="not finite"):
         list(stream)
+
+
+SECRET = "canary-4711"
+WRONG: list[tuple[str, object]] = [
+    *((name, SECRET) for name in ("temperature", "n", "seed", "stream", "logit_bias", "stop_token_ids", "ignore_eos")),
+    *((name, [SECRET]) for name in ("stop_token_ids", "allowed_token_ids", "tools", "messages", "prompt_logprobs")),
+    *((name, {SECRET: SECRET}) for name in ("logit_bias", "stop", "bad_words", "chat_template_kwargs")),
+    ("response_format", {"type": SECRET}),
+    ("tool_choice", SECRET),
+    ("modalities", [SECRET]),
+    ("reasoning_effort", [SECRET]),
+    ("cache_salt", f"{SECRET} "),
+    ("guided_json", {"a": SECRET}),
+    ("model", SECRET),
+    ("messages", [{"role": SECRET}]),
+    ("messages", [{"role": "user", "content": [{"type": SECRET, SECRET: SECRET}]}]),
+    ("messages", [{"role": "user", "content": SECRET * 1000}]),
+    ("messages", [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": SECRET}}]}]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=[f"{name}-{i}" for i, (name, _) in enumerate(WRONG)])
+def test_given_a_wrong_value_when_refused_then_the_answer_does_not_repeat_it(
+    pair: Pair, field: str, value: object
+) -> None:
+    response = pair.post(CHAT, {"messages": HELLO, "max_tokens": 1, field: value})
+    assert response.status_code in (400, 404), response.text
+    assert SECRET not in response.text + str(response.headers)
+
+
+def test_given_a_chat_without_max_tokens_when_min_tokens_is_beyond_the_context_then_400(pair: Pair) -> None:
+    for more in ({}, {"max_tokens": None}, {"max_completion_tokens": None}):
+        check(pair.post(CHAT, {"messages": HELLO, "min_tokens": 257, **more}), 400, "min_tokens")
+    assert pair.scheduler.added == []
 
 
 def test_given_bytes_that_are_no_http_when_sent_then_the_error_is_openai_shaped(pair: Pair) -> None:

@@ -93,6 +93,7 @@ def test_given_all_addresses_when_sockets_are_listed_then_one_listens_off_loopba
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
+    assert not [p.cmdline() for p in exposed.server.tree() if "dashboard/dashboard.py" in " ".join(p.cmdline())]
     port = httpx.URL(exposed.server.base_url).port
     assert [address for address in listening if address[0] not in LOOPBACK] == [("0.0.0.0", port)]
     assert len(listening) > 3  # Ray's are among them
@@ -108,6 +109,7 @@ def test_given_keys_when_children_and_files_are_searched_then_none_has_one(locke
         files = [path for path in locked.run_dir.rglob("*") if path.is_file()]
         assert locked.run_dir / "config.json" in files
         assert [path for path in files if key in path.read_bytes()] == []
+        assert key.decode() not in locked.server.errors
 
 
 def test_given_keys_when_the_memory_of_engine_processes_is_searched_then_none_has_one(exposed: Locked) -> None:

@@ -137,6 +137,9 @@ NOWHERE = (
     "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds", "structured_outputs",
     "truncate_prompt_tokens", "use_beam_search", "guided_json",
 )  # fmt: skip
+OURS = (
+    "messages", "tools", "add_generation_prompt", "chat_template", "bos_token", "eos_token", "raise_exception", "range",
+)  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -152,7 +155,8 @@ def is_message(message: dict[str, Any]) -> bool:
 
 
 def is_template_kwargs(given: dict[str, Any]) -> bool:
-    return not any(name.startswith("_") or name == "chat_template" for name in given)
+    names = all(re.fullmatch("[A-Za-z][A-Za-z0-9_]{0,63}", name) and name not in OURS for name in given)
+    return names and len(given) <= 16
 
 
 def is_stream_options(options: dict[str, Any]) -> bool:
@@ -264,7 +268,11 @@ def _requests() -> Iterator[Parameter]:
     yield Parameter("tools", ListOf(ANY_OBJECT, {}, 0, 256), (CHAT,))
     yield Parameter("documents", ListOf(ANY_OBJECT, {}), (CHAT,))
     yield Parameter("tool_choice", Text(words=("auto", "none")), (CHAT,))
-    kwargs = Object(({"a": 1}, {"messages": 5}, {"_a": 1}, {"chat_template": "x"}, {"a": math.nan}), is_template_kwargs)
+    examples: list[dict[str, Any]] = [
+        {name: 5} for name in (*OURS, "a", "_a", "", "a b", "\xe9", "a\n", "a" * 64, "a" * 65)
+    ]
+    examples += [{f"a{i}": [i] for i in range(count)} for count in (16, 17)]
+    kwargs = Object((*examples, {"a": math.nan}), is_template_kwargs)
     yield Parameter("chat_template_kwargs", kwargs, (CHAT,))
     formats = ({}, {"type": "text"}, {"type": "json_object"}, {"type": 5}, {"type": None}, {"type": []})
     is_text = Object(formats, lambda value: value.get("type", "text") == "text")

@@ -206,3 +206,54 @@ def test_given_a_connection_that_was_let_in_when_the_next_request_has_no_key_the
         assert answers.startswith(b"HTTP/1.1 200 ")
         assert answers.count(b"HTTP/1.1 ") == 2
         assert b"HTTP/1.1 401 " in answers
+
+
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+SECOND = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
+# Where two parsers, a proxy's and ours, could see different requests in the same bytes.
+AMBIGUOUS = {
+    "length and chunks": b"Content-Length: 4\r\n" + CHUNKED + b"\r\n0\r\n\r\n",
+    "chunks and length": CHUNKED + b"Content-Length: 4\r\n\r\n0\r\n\r\n",
+    "two lengths": b"Content-Length: 0\r\nContent-Length: 5\r\n\r\nabcde",
+    "two lengths in one": b"Content-Length: 0, 5\r\n\r\nabcde",
+    "a negative length": b"Content-Length: -1\r\n\r\n",
+    "a length with a sign": b"Content-Length: +5\r\n\r\nabcde",
+    "a hexadecimal length": b"Content-Length: 0x5\r\n\r\nabcde",
+    "a length without end": b"Content-Length: 99999999999999999999999\r\n\r\n",
+    "an unknown coding": b"Transfer-Encoding: xchunked\r\n\r\n",
+    "chunks before another coding": b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "bytes after a chunk": CHUNKED + b"\r\n2\r\nabXX\r\n0\r\n\r\n",
+    "a chunk that is no number": CHUNKED + b"\r\nz\r\nab\r\n0\r\n\r\n",
+    "a negative chunk": CHUNKED + b"\r\n-2\r\nab\r\n0\r\n\r\n",
+    "a space before the colon": b"Content-Length : 5\r\n\r\nabcde",
+    "a name with a line feed": b"X\nContent-Length: 5\r\n\r\nabcde",
+    "a value with a NUL": b"X-A: a\x00b\r\nContent-Length: 0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("rest", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
+def test_given_bytes_that_two_parsers_could_read_differently_when_sent_then_no_second_request_is_seen_in_them(
+    locked: GatewayThread, rest: bytes
+) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nX-Api-Key: key-main\r\nContent-Type: application/json\r\n"
+    answer = ask(locked, head + rest + SECOND)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+LARGE = {
+    "one header": b"GET /livez HTTP/1.1\r\nHost: a\r\nX-Large: " + b"x" * 1_000_000 + b"\r\n\r\n",
+    "very many headers": b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"X-A: b\r\n" * 50_000 + b"\r\n",
+    "the target": b"GET /livez?" + b"x" * 1_000_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+    "the method": b"G" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("request_", LARGE.values(), ids=LARGE.keys())
+def test_given_a_head_of_a_megabyte_when_sent_then_it_is_refused_or_the_connection_is_cut(
+    locked: GatewayThread, request_: bytes
+) -> None:
+    answer = ask(locked, request_)
+    assert not answer or answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
+    assert answer.count(b"HTTP/1.1 ") <= 1
+    assert ask(locked, spelled("/livez", HOSTS["plain"])).endswith(OPEN_BODY)

@@ -119,6 +119,7 @@ def test_given_tools_when_there_is_a_tool_template_then_it_is_used_with_parsed_a
 def test_given_template_kwargs_when_rendered_then_they_are_seen_but_replace_nothing() -> None:
     assert render("{{ enable_thinking }}", template_kwargs={"enable_thinking": False}) == "False"
     assert render("{{ messages[0].content }}", template_kwargs={"messages": []}) == "Hi"
+    assert render("{{ bos_token }}", template_kwargs={"bos_token": "</s>"}) == "<s>"
 
 
 def test_given_tool_call_arguments_nested_too_deep_when_rendered_then_invalid_request() -> None:

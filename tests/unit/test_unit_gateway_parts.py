@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from gateway import body as body_module
 from gateway.auth import KeyRing
@@ -172,3 +175,33 @@ def test_given_an_engine_with_a_small_context_when_a_chat_fills_it_then_the_erro
     request, _ = parse(ChatRequest, {"messages": [{"role": "user", "content": "x"}]}, strict_params=True)
     with pytest.raises(InvalidRequestError, match=r"maximum context length is 10 tokens.*11 tokens"):
         resolve_params(request, 10, tokenizer, replace(INFO, max_model_len=10))
+
+
+@pytest.mark.parametrize("offered", [b"one", b"three", b"on", b"", b"\xff\xfe"])
+def test_given_any_key_when_it_is_looked_up_then_every_digest_is_compared_in_constant_time(
+    offered: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[int, int]] = []
+
+    def compare(known: bytes, found: bytes) -> bool:
+        compared.append((len(known), len(found)))
+        return hmac.compare_digest(known, found)
+
+    ring = KeyRing.of(seal_keys(ServeConfig(server=ServerConfig(api_key=("one", "two", "three")))))
+    monkeypatch.setattr("gateway.auth.hmac", SimpleNamespace(compare_digest=compare))
+    assert (ring.tenant(bearer(offered)) is None) == (offered not in (b"one", b"three"))
+    assert compared == [(32, 32)] * 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("logit_bias", "x"), ("logit_bias", None), ("chat_template_kwargs", 1)],
+)
+def test_given_a_map_of_very_many_wrong_entries_when_validated_then_few_complaints_are_made(
+    field: str, value: object
+) -> None:
+    """Each costs time on the event loop."""
+    entries = {f"_{i}": value for i in range(20_000)}
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate({"messages": [{"role": "user"}], field: entries})
+    assert caught.value.error_count() == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -298,3 +300,10 @@ def test_given_a_place_where_no_directory_can_be_when_a_run_dir_is_made_then_the
     file.touch()
     with pytest.raises(ConfigError, match="cannot be made"):
         RunDir.create(path.format(file=file))
+
+
+def test_a_libzmq_with_known_flaws_when_it_is_found_then_nothing_that_opens_sockets_can_be_imported() -> None:
+    code = "import zmq; zmq.zmq_version_info = lambda: (4, 3, 2); import novainfer.transport.channel"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "libzmq 4.3.3 or newer is needed" in done.stderr
