@@ -37,6 +37,12 @@ class GatewayMetrics:
         self._rejected = Counter(
             "novainfer_admission_rejections", "Generations refused.", ["reason"], registry=self._registry
         )
+        self._text_processes_lost = Counter(
+            "novainfer_text_processes_lost",
+            "Text processes killed for their time or as nobody waited for them, or dead, and replaced.",
+            ["reason"],
+            registry=self._registry,
+        )
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_BUCKETS, model_name
         )
@@ -55,6 +61,10 @@ class GatewayMetrics:
     def rejected(self, status: int) -> None:
         """Count a generation that was refused for its own fault, for lack of room or by a limit."""
         self._rejected.labels({429: "rate_limit", 503: "overloaded"}.get(status, "invalid")).inc()
+
+    def text_process_lost(self, reason: str) -> None:
+        """Count one: 'time', 'unwanted' or 'died'."""
+        self._text_processes_lost.labels(reason).inc()
 
     def exposition(self) -> bytes:
         """The text format that Prometheus scrapes."""

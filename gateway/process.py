@@ -204,9 +204,9 @@ def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> Non
         stream=sys.stderr,
     )
     listener = bind_http(config.server, port=port)  # first: a taken port is the commonest fault
-    client = EngineClient(run_dir.gateways(0), gateway_id=f"gateway-{index}")
-    service = GatewayService.load(config, client)
     keys = KeyRing.of(config)
+    client = EngineClient(run_dir.gateways(0), gateway_id=f"gateway-{index}")
+    service = GatewayService(config, client, index=index)
     server = build_server(service, keys, drain_timeout=config.server.drain_timeout, log_level=config.server.log_level)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, service, listener, report))

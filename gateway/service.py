@@ -8,13 +8,10 @@ import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from typing import TypeVar
 
 from gateway.body import ByteBudget
 from gateway.context import RequestInfo
@@ -27,35 +24,30 @@ from gateway.quotas import quotas_of
 from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
+from gateway.text_process import TextProcesses
 from novainfer.checkpoint import resolve_checkpoint, vocab_size
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig
-from novainfer.errors import ConfigError, DeadlineError, InvalidRequestError, OverloadedError
+from novainfer.errors import InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import AddRequest, EngineInfo
 from novainfer.sampling.params import SamplingParams
-from novainfer.text.chat_template import ChatTemplate
 from novainfer.text.tokenizer import Tokenizer
 
-TEXT_THREADS = 2  # rendering and tokenising; the event loop only waits for them
 CLAIM_SECONDS = 2.0  # for the scheduler to miss a dead gateway
-LONG_BODY = 256 * 1024  # bytes; the text of larger ones has a thread of its own: short ones need not wait for it
 BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
 QUEUED_CACHES = 8  # tokens that may wait, where no number is given, in terms of what the KV cache holds
 _DEADLINE_GRACE = 1.0  # seconds
 STATS_SECONDS = 5.0  # older figures of the engine prove nothing
 
-T = TypeVar("T")
-
 
 class GatewayService:
-    """One per gateway process, built before the first request."""
+    """One per gateway process (number `index`), built before the first request. In the end call `close`."""
 
-    def __init__(self, config: ServeConfig, tokenizer: Tokenizer, template: ChatTemplate, client: EngineClient) -> None:
+    def __init__(self, config: ServeConfig, client: EngineClient, *, index: int = 0) -> None:
+        """Read the tokenizer and templates that the configuration names. Raises `ConfigError`."""
         server = config.server
         self.config = config
-        self.tokenizer = tokenizer
-        self.template = template
         self.client = client
         self.model_names = config.model.served_model_name or (config.model.model,)
         self.limits = Limits(
@@ -69,34 +61,25 @@ class GatewayService:
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes)
-        self.created = 0
         self._digest = ModelDigest(config.model)
-        self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
-        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="long-text")
         self._live: defaultdict[str, list[tuple[str, Generation]]] = defaultdict(list)
 
-    @classmethod
-    def load(cls, config: ServeConfig, client: EngineClient) -> GatewayService:
-        """Read the tokenizer and templates that the configuration names. Raises `ConfigError`."""
         model = config.model
         folder = resolve_checkpoint(model.tokenizer or model.model, revision=model.revision)
-        tokenizer = Tokenizer.load(folder)
-        tokenizer.check_fits(vocab_size(resolve_checkpoint(model.model, revision=model.revision)))
-        override = None
-        if model.chat_template is not None:
-            try:
-                override = Path(model.chat_template).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"--chat-template {model.chat_template} cannot be read: {error}") from None
-        service = cls(config, tokenizer, ChatTemplate.of(tokenizer, override), client)
-        # The checkpoint's date: the same in every gateway and after each restart.
-        service.created = int(os.stat(folder / "tokenizer.json").st_mtime)
-        return service
+        self.text = TextProcesses(folder, model.chat_template, index=index, count=self.metrics.text_process_lost)
+        try:
+            self.tokenizer = Tokenizer.load(folder)
+            self.tokenizer.check_fits(vocab_size(resolve_checkpoint(model.model, revision=model.revision)))
+            # The checkpoint's date: the same in every gateway and after each restart.
+            self.created = int(os.stat(folder / "tokenizer.json").st_mtime)
+            self.text.wait_ready()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """End the threads."""
-        for pool in (self._pool, self._long_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        """End the text processes. Idempotent."""
+        self.text.close()
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -133,6 +116,12 @@ class GatewayService:
             raise OverloadedError(f"The server cannot take requests now: {self.unready_reason()}.", retry_after=2.0)
         return limits
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that fit the model's context; 0 while that is not known."""
+        engine = self.client.info
+        return 0 if engine is None else engine.max_model_len
+
     def check_model(self, name: str | None) -> str:
         """The model's name as the client used it; 404 for one that is not served. Without a name: the first."""
         if name is None:
@@ -140,28 +129,6 @@ class GatewayService:
         if name not in self.model_names:
             raise ApiError(404, "The model does not exist on this server.", "model_not_found", "model")
         return name
-
-    async def in_thread(self, info: RequestInfo, work: Callable[[], T]) -> T:
-        """Run a request's text work off the event loop. Raises `DeadlineError` if its time is over before."""
-        pool = self._long_pool if info.body_bytes > LONG_BODY else self._pool
-        try:
-            async with asyncio.timeout(None if info.time_limit == math.inf else max(info.time_left, 0.0)):
-                return await asyncio.get_running_loop().run_in_executor(pool, work)
-        except TimeoutError:
-            raise DeadlineError(
-                f"The request's time limit of {info.time_limit:g} s passed while its prompt was prepared."
-            ) from None
-
-    def encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt. Raises `InvalidRequestError` without tokenising it if it is far too long."""
-        engine = self.client.info
-        if engine is not None and not self.tokenizer.fits(text, engine.max_model_len):
-            raise InvalidRequestError(
-                f"{len(text)} characters are far beyond this model's context of {engine.max_model_len} tokens.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     # -- generations --------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from starlette.responses import Response
@@ -9,9 +10,10 @@ from starlette.responses import Response
 from gateway.answers import Envelope, chat_answer, chunks_of
 from gateway.routes.endpoint import MODE_HEADER, Call, json_response
 from gateway.schemas import ROLES, ChatRequest, TokenizeRequest
-from gateway.service import GatewayService, new_response_id, unix_now
+from gateway.service import new_response_id, unix_now
 from gateway.sse import SseResponse
 from gateway.stream_record import StreamRecord
+from gateway.text_jobs import RenderJob
 from novainfer.errors import InvalidRequestError
 
 
@@ -24,7 +26,7 @@ async def chat_completions(call: Call) -> Response | None:
     model = service.check_model(request.model)
     refuse_unsupported(request)
     with service.admit_generation(call.info, request, 1):
-        token_ids = await service.in_thread(call.info, lambda: encode_chat(service, request))
+        (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
         response_id = new_response_id("chatcmpl")
         record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
         generation = service.start(request, record, [(token_ids, "")], call.info)
@@ -44,26 +46,23 @@ async def chat_completions(call: Call) -> Response | None:
             return json_response(answer | (await receipts.fields() if receipts else {}), headers)
 
 
-def encode_chat(service: GatewayService, request: ChatRequest | TokenizeRequest) -> list[int]:
-    """Render the template and tokenise; slow, so not for the event loop. Pure but for the time of day."""
+def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> RenderJob:
+    """The work of rendering the template and tokenising the prompt. Raises `InvalidRequestError`."""
     messages = request.messages or []
     _check_roles(messages)
     add_prompt = request.add_generation_prompt
     if add_prompt is None:
         add_prompt = not request.continue_final_message
     tools = request.tools if getattr(request, "tool_choice", None) != "none" else []
-    text = service.template.render(
-        messages,
-        tools=tools,
+    chat = {"messages": messages, "tools": tools, "template_kwargs": _template_kwargs(request)}
+    return RenderJob(
+        "messages",
+        json.dumps(chat, ensure_ascii=False, separators=(",", ":")).encode(),
         add_generation_prompt=add_prompt,
         continue_final_message=request.continue_final_message,
-        template_kwargs=_template_kwargs(request),
+        add_special_tokens=bool(request.add_special_tokens),  # the template writes the special tokens itself
+        max_model_len=max_model_len,
     )
-    try:
-        # The template writes the special tokens itself.
-        return service.encode_prompt(text, add_special_tokens=bool(request.add_special_tokens))
-    except InvalidRequestError as error:
-        raise InvalidRequestError(error.message, param="messages", code=error.code) from None
 
 
 def refuse_unsupported(request: ChatRequest) -> None:

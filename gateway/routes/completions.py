@@ -7,9 +7,10 @@ from starlette.responses import Response
 from gateway.answers import Envelope, chunks_of, completion_answer
 from gateway.routes.endpoint import MODE_HEADER, Call, json_response
 from gateway.schemas import MAX_PROMPTS, CompletionRequest
-from gateway.service import GatewayService, new_response_id, unix_now
+from gateway.service import new_response_id, unix_now
 from gateway.sse import SseResponse
 from gateway.stream_record import StreamRecord
+from gateway.text_jobs import DecodeJob, EncodeJob, pack_ids
 from novainfer.errors import InvalidRequestError
 
 Prompt = str | list[int]
@@ -24,7 +25,7 @@ async def completions(call: Call) -> Response | None:
     model = service.check_model(request.model)
     prompts = split_prompts(request.prompt)
     with service.admit_generation(call.info, request, len(prompts)):
-        encoded = await service.in_thread(call.info, lambda: [_encode(service, request, prompt) for prompt in prompts])
+        encoded = await _encode(call, request, prompts)
         response_id = new_response_id("cmpl")
         record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
         generation = service.start(request, record, encoded, call.info)
@@ -61,10 +62,15 @@ def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list
     return prompts
 
 
-def _encode(service: GatewayService, request: CompletionRequest, prompt: Prompt) -> tuple[list[int], str]:
-    """(token ids, the text to echo)."""
-    tokenizer = service.tokenizer
-    if isinstance(prompt, str):
-        token_ids = service.encode_prompt(prompt, add_special_tokens=request.add_special_tokens is not False)
-        return token_ids, prompt if request.echo else ""
-    return prompt, tokenizer.decode(prompt) if request.echo else ""
+async def _encode(call: Call, request: CompletionRequest, prompts: list[Prompt]) -> list[tuple[list[int], str]]:
+    """(token ids, the text to echo) of each prompt. All are texts, or all are ids."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if texts:
+        special = request.add_special_tokens is not False
+        encoded = [text.encode() for text in texts]
+        ids = await call.encode(EncodeJob("prompt", encoded, special, call.service.max_model_len))
+    elif request.echo:
+        packed = [pack_ids(prompt) for prompt in ids]
+        texts = await call.decode(DecodeJob("prompt", packed, skip_special_tokens=True))
+    return list(zip(ids, texts if request.echo else [""] * len(ids), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -19,11 +20,13 @@ from gateway.context import RequestInfo, request_info
 from gateway.errors import ApiError, to_api_error
 from gateway.schemas import Body, GenerationRequest, parse
 from gateway.service import GatewayService
-from novainfer.errors import InvalidRequestError, NovaInferError
+from gateway.text_jobs import DecodeJob, EncodeJob, Job, RenderJob, unpack_ids
+from novainfer.errors import DeadlineError, InvalidRequestError, NovaInferError
 
 MODE_HEADER = "x-novainfer-mode"  # see `novainfer.mode`
 RECEIPT_HEADER = "x-novainfer-receipt"
 TIMEOUT_HEADER = "x-request-timeout"  # seconds
+LONG_BODY = 256 * 1024  # bytes; the text of larger ones has a process of its own: short ones need not wait for it
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _CLIENT_GONE_STATUS = 499  # for the metrics only; nobody is there to read it
 
@@ -81,6 +84,37 @@ class Call:
         if not all(value in (b"true", b"false") for value in asked):
             raise InvalidRequestError(f"The header {RECEIPT_HEADER} must be true or false.", param=RECEIPT_HEADER)
         return request.receipt or b"true" in asked
+
+    async def encode(self, job: RenderJob | EncodeJob) -> list[list[int]]:
+        """Token ids of each prompt; see `_prepare`."""
+        return [unpack_ids(part) for part in await self._prepare(job)]
+
+    async def decode(self, job: DecodeJob) -> list[str]:
+        """The text of each list of ids; see `_prepare`."""
+        return [str(part, "utf-8") for part in await self._prepare(job)]
+
+    async def _prepare(self, job: Job) -> list[bytes]:
+        """Have a text process do it. Raises `InvalidRequestError`, `EngineError`, `DeadlineError` if the request's time
+        is over before, and `ClientGone`.
+        """
+        info = self.info
+        turn = self.service.text.submit(job, is_long=info.body_bytes > LONG_BODY)
+        gone = asyncio.ensure_future(self._client_leaves())
+        seconds = None if info.time_limit == math.inf else max(info.time_left, 0.0)
+        try:
+            await asyncio.wait([turn.task, gone], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            turn.abandon()
+        if turn.task.done():
+            return turn.task.result()
+        if gone.done():
+            raise ClientGone
+        raise DeadlineError(f"The request's time limit of {info.time_limit:g} s passed while its prompt was prepared.")
+
+    async def _client_leaves(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
 
     async def respond(self, response: Response) -> None:
         """Send a whole answer."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from gateway.routes.chat import encode_chat
+from gateway.routes.chat import chat_job
 from gateway.routes.endpoint import Call, json_response
 from gateway.schemas import DetokenizeRequest, TokenizeRequest
+from gateway.text_jobs import DecodeJob, EncodeJob, pack_ids
 from novainfer.errors import InvalidRequestError
 
 
@@ -20,12 +21,10 @@ async def tokenize(call: Call) -> Response:
         raise InvalidRequestError("Give either prompt or messages.", param="prompt")
     with service.admit(call.info):
         if prompt is None:
-            token_ids = await service.in_thread(call.info, lambda: encode_chat(service, request))
+            (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
         else:
             special = request.add_special_tokens is not False
-            token_ids = await service.in_thread(
-                call.info, lambda: service.tokenizer.encode(prompt, add_special_tokens=special)
-            )
+            (token_ids,) = await call.encode(EncodeJob("prompt", [prompt.encode()], special))
     info = service.client.info
     strings = [service.tokenizer.token(token_id) for token_id in token_ids] if request.return_token_strs else None
     answer = {
@@ -45,7 +44,5 @@ async def detokenize(call: Call) -> Response:
     if any(token_id >= service.tokenizer.vocab_size for token_id in request.tokens):
         raise InvalidRequestError("tokens holds an id that the vocabulary lacks.", param="tokens")
     with service.admit(call.info):
-        text = await service.in_thread(
-            call.info, lambda: service.tokenizer.decode(request.tokens, skip_special_tokens=False)
-        )
+        (text,) = await call.decode(DecodeJob("tokens", [pack_ids(request.tokens)], skip_special_tokens=False))
     return json_response({"prompt": text}, headers)

@@ -196,7 +196,8 @@ class Nemesis:
     def _victims(self, title: str) -> list[psutil.Process]:
         if title in ("raylet", "gcs_server"):
             return [process for process in self._server.tree() if _name(process) == title]
-        return [process for name, process in sorted(self._server.processes().items()) if name.startswith(title)]
+        found = sorted(self._server.processes().items())
+        return [process for name, process in found if name.startswith(title) and " text " not in name]
 
     def _recover(self) -> None:
         self._server.wait_until_ready()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import openai
+import psutil
 
 from gateway.auth import KeyRing
 from gateway.process import GatewayServer, bind_http, build_server
@@ -36,7 +39,7 @@ class GatewayThread:
         self.listener = bind_http(config.server)
         self.port: int = self.listener.getsockname()[1]
         self.client = EngineClient(endpoint, gateway_id="gateway-0", lost_timeout=lost_timeout)
-        self.service = GatewayService.load(config, self.client)
+        self.service = GatewayService(config, self.client)
         self.server: GatewayServer = build_server(
             self.service,
             KeyRing.of(config),
@@ -68,6 +71,10 @@ class GatewayThread:
             base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=30.0, http_client=sdk_http_client()
         )
 
+    def text_processes(self) -> dict[str, psutil.Process]:
+        """The zygote and what it has forked, by title: "zygote", "0" for short texts, "1" for long ones."""
+        return text_processes(psutil.Process(os.getpid()), self.service.text.zygote_pid)
+
     def wait_ready(self) -> None:
         """Block until `/readyz` is 200."""
         assert self.loop is not None or self._thread.is_alive()
@@ -80,6 +87,17 @@ class GatewayThread:
         self.server.should_exit = True
         self._thread.join(20)
         assert not self._thread.is_alive(), "the gateway did not stop"
+
+
+def text_processes(gateway: psutil.Process, zygote: int = 0) -> dict[str, psutil.Process]:
+    """Those of a gateway, by the last word of their titles; of several gateways in one process name the `zygote`."""
+    found = {}
+    for process in gateway.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just been replaced
+            title = " ".join(process.cmdline()).strip("\0 ")
+            if " text " in title and zygote in (0, process.pid, process.ppid()):
+                found[title.rpartition(" ")[2]] = process
+    return found
 
 
 def sdk_http_client() -> httpx.Client:

@@ -117,13 +117,13 @@ def test_given_a_key_at_its_limit_when_it_asks_for_more_then_429_and_at_the_tota
     scheduler.tokens_before_pause = 1
     streams = []
     with gateway.http() as http:
+        batch = http.post("/v1/completions", json={"prompt": ["a"] * 4}, headers={"x-api-key": "key-c"})
         for key in ("key-a", "key-a", "key-b"):
             context = http.stream("POST", CHAT, json={**BODY, "stream": True}, headers={"x-api-key": key})
             streams.append(context)
             assert context.__enter__().status_code == 200
         mine = http.post(CHAT, json=BODY, headers={"x-api-key": "key-a"})
         other = http.post(CHAT, json=BODY, headers={"x-api-key": "key-c"})
-        batch = http.post("/v1/completions", json={"prompt": ["a", "b", "c"]}, headers={"x-api-key": "key-c"})
         assert (mine.status_code, other.status_code, batch.status_code) == (429, 503, 400)
         assert (mine.json()["error"]["code"], other.json()["error"]["code"]) == ("rate_limit_exceeded", "overloaded")
         for refused in (mine, other):

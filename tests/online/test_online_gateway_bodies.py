@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,31 +123,6 @@ def test_given_a_text_far_beyond_the_context_when_sent_then_it_is_refused_untoke
         assert reply.json()["error"]["code"] == "context_length_exceeded"
         assert "characters" in reply.json()["error"]["message"]
     assert not pair.scheduler.added
-
-
-def test_given_a_text_that_is_being_tokenised_when_others_ask_then_they_are_answered_meanwhile(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = pair.gateway.service.tokenizer
-    encode, begun, go_on = tokenizer.encode, threading.Event(), threading.Event()
-
-    def stuck(text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if "stuck" in text:
-            begun.set()
-            go_on.wait()
-        return encode(text, add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(tokenizer, "encode", stuck)
-    with ThreadPoolExecutor(1) as background:
-        long = background.submit(pair.post, "/v1/completions", {"prompt": "stuck", "max_tokens": 1})
-        try:
-            begun.wait()
-            assert pair.http.get("/livez").status_code == 200
-            assert pair.post("/v1/completions", {"prompt": "short", "max_tokens": 1}).status_code == 200
-            assert not long.done()
-        finally:
-            go_on.set()
-        assert long.result().status_code == 200
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br"])

@@ -73,8 +73,8 @@ def test_given_a_burst_when_too_many_tokens_wait_then_refusals_come_before_token
     scheduler, gateway = crowded
     scheduler.paused.set()
     tokenised = []
-    encode = gateway.service.encode_prompt
-    monkeypatch.setattr(gateway.service, "encode_prompt", lambda *a, **k: (tokenised.append(1), encode(*a, **k))[1])
+    submit = gateway.service.text.submit
+    monkeypatch.setattr(gateway.service.text, "submit", lambda *a, **k: (tokenised.append(1), submit(*a, **k))[1])
 
     async def burst() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=200)
@@ -198,15 +198,13 @@ def test_given_a_time_limit_when_a_stream_has_begun_then_one_error_event_ends_it
     assert "(3 so far)" in events[-1]["error"]["message"]
 
 
-def test_given_a_time_limit_when_the_prompt_takes_too_long_then_504_names_that(
-    crowded: Crowded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_given_a_time_limit_when_the_prompt_takes_too_long_then_504_names_that(crowded: Crowded) -> None:
     scheduler, gateway = crowded
-    go_on = threading.Event()
-    monkeypatch.setattr(gateway.service, "encode_prompt", lambda *a, **k: [go_on.wait(20)] and [1, 2])
     with gateway.http(**key()) as http:
+        assert http.post(TEXT, json={"prompt": "hello", "max_tokens": 1}).status_code == 200
+        scheduler.added.clear()
+        gateway.text_processes()["0"].suspend()
         response = http.post(TEXT, json={"prompt": "hello"}, headers={"x-request-timeout": "0.1"})
-    go_on.set()
     assert response.status_code == 504
     assert "prompt was prepared" in response.json()["error"]["message"]
     assert not scheduler.added

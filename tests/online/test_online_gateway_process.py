@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from novainfer.text.tokenizer import Tokenizer
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import bind_pull
 from tests.fakes import ScriptedScheduler
-from tests.online.gateways import config_for
+from tests.online.gateways import config_for, text_processes
 
 pytestmark = pytest.mark.stage2
 
@@ -95,8 +96,12 @@ def test_given_a_start_when_the_engine_is_ready_then_both_phases_are_reported_an
     assert not [path for path in mapped if any(name in path for name in ("torch", "triton", "/ray/"))]
     listening = [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
     assert [c.laddr.port for c in listening] == [started.port]
+    texts = list(text_processes(process).values())
+    assert len(texts) == 3
+    assert {" ".join(text.cmdline()).rpartition(" text ")[0] for text in texts} == {"novainfer: gateway 3"}
     child.send_signal(signal.SIGTERM)
     assert child.wait(20) == 0
+    assert not [text for text in texts if text.is_running()]
 
 
 def test_given_open_streams_when_terminated_then_they_finish_new_ones_get_503_and_the_exit_is_0(
@@ -155,7 +160,7 @@ def test_given_two_gateways_when_started_then_they_share_one_port(tiny_model: Pa
         supervisor.close()
 
 
-@pytest.mark.parametrize("fault", ["port", "model", "keys"])
+@pytest.mark.parametrize("fault", ["port", "model", "keys", "template"])
 def test_given_a_configuration_that_cannot_work_when_started_then_a_fault_is_reported_and_the_exit_is_2(
     tiny_model: Path, tmp_path: Path, fault: str
 ) -> None:
@@ -164,6 +169,8 @@ def test_given_a_configuration_that_cannot_work_when_started_then_a_fault_is_rep
         config = config_for(tmp_path / "nothing")
     elif fault == "keys":
         config = replace(config, server=replace(config.server, api_key=("not sealed",)))
+    elif fault == "template":
+        config = replace(config, model=replace(config.model, chat_template=str(tmp_path / "nothing")))
     else:
         config = config_for(tiny_model, host="203.0.113.1")
     supervisor = Supervisor(tmp_path / "run", config)
@@ -188,8 +195,31 @@ def test_given_a_parent_that_is_killed_when_it_is_gone_then_so_is_the_gateway(
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     supervisor.children.append(parent)
-    gateway = psutil.Process(supervisor.hear().pid)
+    started = supervisor.hear()
+    gateway = psutil.Process(started.pid)
+    texts = list(text_processes(gateway).values())
+    assert texts
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     gateway.wait(20)
     assert not gateway.is_running()
+    assert psutil.wait_procs(texts, timeout=20)[1] == []
+
+
+def test_given_a_gateway_that_is_killed_when_its_text_processes_still_live_then_its_port_is_free(
+    supervisor: Supervisor, scheduler: ScriptedScheduler
+) -> None:
+    child = supervisor.start()
+    port = supervisor.hear().port
+    supervisor.hear()
+    with client(port) as http:
+        assert http.post(CHAT, json=BODY).status_code == 200
+    texts = list(text_processes(psutil.Process(child.pid)).values())
+    assert len(texts) == 3
+    assert [text.net_connections("inet") for text in texts] == [[], [], []]
+    child.kill()
+    child.wait()
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+    assert psutil.wait_procs(texts, timeout=20)[1] == []

@@ -1,0 +1,365 @@
+"""The gateway's end of its text processes (see `text_child`): it starts them, gives them jobs, and kills the slow ones.
+
+There are two lanes, each with one process and one job at a time, so that short requests never wait for long ones. Runs
+on the event loop; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gateway.text_jobs import (
+    LENGTH,
+    TEXT_SCHEMA,
+    Done,
+    Failed,
+    Job,
+    Ready,
+    Refused,
+    Rendered,
+    RenderJob,
+    frame_size,
+    receive,
+    to_frame,
+)
+from novainfer.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    InvalidRequestError,
+    NovaInferError,
+    ProtocolError,
+)
+from novainfer.text.chat_template import RENDER_SECONDS
+from novainfer.transport.parent import PARENT_VARIABLE
+
+log = logging.getLogger(__name__)
+
+RENDER_LIMIT = RENDER_SECONDS + 0.5  # seconds; first the template may end itself, and say why
+JOB_LIMIT = 30.0  # seconds of a job, whoever waits for it
+UNWANTED_LIMIT = 0.25  # seconds of a job that nobody waits for any more; few are worth a new process
+START_LIMIT = 30.0  # seconds, for a zygote that has to read its files first
+CLOSE_LIMIT = 2.0  # seconds, for the zygote to end its children and itself
+JOB_ATTEMPTS = 2  # at a job whose process died
+START_ATTEMPTS = 3  # at a process that is ready; the zygote may have to be started first
+_LANES = (False, True)  # whether it is for long texts
+
+
+class TextProcesses:
+    """The zygote and the lanes of one gateway.
+
+    folder: the tokenizer's.   count: told why a text process was lost, in one word: 'time', 'unwanted', 'died'.
+    """
+
+    def __init__(self, folder: Path, chat_template: str | None, *, index: int, count: Callable[[str], None]) -> None:
+        """Starts the zygote; does not wait for it. In the end call `close`."""
+        command = ["--index", str(index), "--tokenizer", str(folder)]
+        if chat_template is not None:
+            command += ["--chat-template", chat_template]
+        self._zygote = ZygoteProcess(command)
+        self._lanes = [Lane(self._zygote, count, is_long=is_long) for is_long in _LANES]
+
+    @property
+    def zygote_pid(self) -> int:
+        """The process that all others are children of."""
+        return self._zygote.pid
+
+    def wait_ready(self) -> None:
+        """Block until the zygote has read its files, then start the text processes. Raises `ConfigError`."""
+        self._zygote.wait_ready()
+        for lane in self._lanes:
+            lane.prepare()
+
+    def submit(self, job: Job, *, is_long: bool) -> Turn:
+        """Put a job into its lane. Raises `InvalidRequestError` if it is too large."""
+        return self._lanes[is_long].submit(job)
+
+    def close(self) -> None:
+        """End all processes, at once. Idempotent."""
+        for lane in self._lanes:
+            lane.close()
+        self._zygote.close()
+
+
+class Turn:
+    """A job in its lane.
+
+    task: ends with the result's parts, or raises `InvalidRequestError`, `DeadlineError` or `EngineError`.
+    """
+
+    def __init__(self, lane: Lane, job: Job) -> None:
+        self.param = job.param
+        self.is_chat = isinstance(job, RenderJob)
+        self.is_rendering = False
+        self.is_unwanted = False
+        self.began = 0.0  # on the loop's clock, once the process has it
+        self.timer: asyncio.TimerHandle | None = None
+        # Why its process was given up: in a word, and for the client.
+        self.verdict: tuple[str, NovaInferError] | None = None
+        self._lane = lane
+        try:
+            self.frame = to_frame(job)
+        except ProtocolError:
+            raise InvalidRequestError("The text of this request is too large.", param=job.param) from None
+        self.task = asyncio.ensure_future(lane.run(self))
+        self.task.add_done_callback(_look_at)
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        self.is_unwanted = True
+        if not self.began:
+            self.task.cancel()
+        elif not self.task.done():
+            self._lane.limit(self, 0.0)
+
+    def stop_timer(self) -> None:
+        """Its time no longer runs."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+def _look_at(task: asyncio.Task[list[bytes]]) -> None:
+    """An error that nobody waits for is no news."""
+    if not task.cancelled():
+        task.exception()
+
+
+class Lane:
+    """One text process and the jobs for it, first come, first served. A process that is lost is replaced at once.
+
+    turn: the one that it is at.
+    """
+
+    def __init__(self, zygote: ZygoteProcess, count: Callable[[str], None], *, is_long: bool) -> None:
+        self.turn: Turn | None = None
+        self._number = int(is_long)
+        self._is_long = is_long
+        self._zygote = zygote
+        self._count = count
+        self._lock = asyncio.Lock()
+        self._socket: socket.socket | None = None
+        self._is_ready = False  # the process has said so
+
+    def prepare(self) -> None:
+        """Have the zygote start a process, in place of the one that is there; does not wait for it."""
+        self._drop()
+        self._socket = self._zygote.fork(self._number)
+
+    def submit(self, job: Job) -> Turn:
+        """Put a job behind those that are there."""
+        return Turn(self, job)
+
+    def close(self) -> None:
+        """No more jobs. One that is being done ends with an error."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            if not self._lock.locked():
+                self._drop()
+
+    async def run(self, turn: Turn) -> list[bytes]:
+        """What a turn's task does."""
+        async with self._lock:
+            self.turn = turn
+            try:
+                for _ in range(JOB_ATTEMPTS):
+                    connection = await self._connected()
+                    try:
+                        return await self._exchange(connection, turn)
+                    except (OSError, EOFError, ProtocolError):
+                        why, error = turn.verdict or ("died", None)
+                        self._lose(why)
+                        if error is not None:
+                            raise error from None
+                    finally:
+                        turn.stop_timer()
+                        turn.began = 0.0
+            except asyncio.CancelledError:
+                self._drop()  # half a message may have been read
+                raise
+            finally:
+                self.turn = None
+        text = "The text of this request could not be prepared: the process that was to do it died."
+        raise InvalidRequestError(text, param=turn.param)
+
+    async def _connected(self) -> socket.socket:
+        """The socket of a process that is ready. Raises `EngineError` if there can be none."""
+        for _ in range(START_ATTEMPTS):
+            if self._socket is None:
+                self.prepare()
+            if self._socket is not None and await self._hears(self._socket):
+                if _is_quiet(self._socket):
+                    return self._socket
+                self._count("died")
+            self._drop()
+        raise EngineError("The server cannot prepare the text of requests.")
+
+    async def _hears(self, connection: socket.socket) -> bool:
+        """Whether the process behind it is, or gets, ready."""
+        loop = asyncio.get_running_loop()
+        if not self._is_ready:
+            timer = loop.call_later(START_LIMIT, self._zygote.kill)
+            try:
+                self._is_ready = await _receive(loop, connection) == Ready()
+            except (OSError, EOFError, ProtocolError):
+                log.warning("a text process died before it was ready")
+            finally:
+                timer.cancel()
+        return self._is_ready
+
+    async def _exchange(self, connection: socket.socket, turn: Turn) -> list[bytes]:
+        loop = asyncio.get_running_loop()
+        turn.began = loop.time()
+        turn.is_rendering = turn.is_chat
+        self.limit(turn, RENDER_LIMIT if turn.is_rendering else JOB_LIMIT)
+        await loop.sock_sendall(connection, turn.frame)
+        reply = await _receive(loop, connection)
+        if isinstance(reply, Rendered):
+            turn.is_rendering = False
+            self.limit(turn, JOB_LIMIT)
+            reply = await _receive(loop, connection)
+        if self._is_long:
+            self.prepare()  # what a long text took of memory goes back to the system
+        if isinstance(reply, Done):
+            return reply.parts
+        if isinstance(reply, Refused):
+            raise InvalidRequestError(reply.message, param=reply.param, code=reply.code)
+        if isinstance(reply, Failed):
+            raise EngineError(f"The text of this request could not be prepared ({reply.kind}).")
+        raise ProtocolError(f"text: {type(reply).__name__} is no reply")
+
+    def limit(self, turn: Turn, seconds: float) -> None:
+        """From now on the running turn ends so long after it began."""
+        turn.stop_timer()
+        when = turn.began + (UNWANTED_LIMIT if turn.is_unwanted else seconds)
+        turn.timer = asyncio.get_running_loop().call_at(when, self._end, turn)
+
+    def _end(self, turn: Turn) -> None:
+        """The running turn had its time. To shut the socket down ends what waits for it."""
+        error: NovaInferError = DeadlineError(f"The prompt took more than {JOB_LIMIT:g} s to prepare.")
+        if turn.is_rendering:
+            error = InvalidRequestError("The chat template took too long.", param=turn.param)
+        turn.verdict = ("unwanted" if turn.is_unwanted else "time", error)
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _lose(self, why: str) -> None:
+        self._count(why)
+        log.warning("text process %d is replaced (%s)", self._number, why)
+        self.prepare()
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._is_ready = None, False
+
+
+def _is_quiet(connection: socket.socket) -> bool:
+    """Whether the other end is alive, and has nothing to say that nobody asked for."""
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+async def _receive(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> object:
+    """As `text_jobs.receive`."""
+    head = await _receive_exactly(loop, connection, LENGTH.size)
+    message: object = TEXT_SCHEMA.decode(await _receive_exactly(loop, connection, frame_size(head)))
+    return message
+
+
+async def _receive_exactly(loop: asyncio.AbstractEventLoop, connection: socket.socket, size: int) -> memoryview:
+    data = memoryview(bytearray(size))
+    left = data
+    while left:
+        count = await loop.sock_recv_into(connection, left)
+        if not count:
+            raise EOFError
+        left = left[count:]
+    return data
+
+
+class ZygoteProcess:
+    """The zygote: started at once, and anew whenever it is needed and gone."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._command = [sys.executable, "-P", "-m", "gateway.text_child", *arguments]
+        self._is_closed = False
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Block until it has read its files. Raises `ConfigError` if it cannot, `EngineError` if it dies."""
+        try:
+            ready = receive(self._control)
+        except (EOFError, OSError):
+            raise EngineError("The process that prepares texts died while it was started.") from None
+        if ready.fault:
+            raise ConfigError(ready.fault)
+        self._control.setblocking(False)
+
+    def fork(self, lane: int) -> socket.socket:
+        """Have it kill the text process of this lane, if there is one, and start the next: our end of its socket.
+
+        Does not wait: if that cannot be done, the socket ends before the process has said that it is ready.
+        """
+        if self._is_closed:
+            raise EngineError("The server is shutting down.")
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            if self._process.poll() is not None or not self._order(lane, theirs):
+                log.warning("the text zygote is started again")
+                self.kill()
+                self._control.close()
+                self._start()
+                self._control.setblocking(False)
+                self._order(lane, theirs)
+        return ours
+
+    def kill(self) -> None:
+        """Its text processes die with it."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it and its text processes. Idempotent."""
+        self._is_closed = True
+        self._control.close()
+        try:
+            self._process.wait(CLOSE_LIMIT)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def _start(self) -> None:
+        # One thread: it shall fork. (The tokenizers library starts some where it may.)
+        environ = {**os.environ, "TOKENIZERS_PARALLELISM": "false", PARENT_VARIABLE: str(os.getpid())}
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            command = [*self._command, "--control", str(theirs.fileno())]
+            files = (theirs.fileno(),)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ, pass_fds=files)
+
+    def _order(self, lane: int, file: socket.socket) -> bool:
+        try:
+            socket.send_fds(self._control, [bytes([lane])], [file.fileno()])
+        except OSError:
+            return False
+        return True
