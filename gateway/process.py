@@ -38,6 +38,7 @@ from novainfer.protocol.supervision import (
     ChildFault,
     ChildReady,
     ChildStarted,
+    GatewayPulse,
 )
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import connect_push
@@ -46,6 +47,7 @@ from novainfer.transport.parent import die_with_parent
 log = logging.getLogger("gateway")
 
 KEEP_ALIVE_TIMEOUT = 75  # seconds; above the usual 60 of a load balancer, so that it is the one to close
+_PULSE_INTERVAL = 0.25  # seconds
 _LAST_WORDS_SECONDS = 2.0  # for error events to reach their clients after the drain timeout
 _BACKLOG = 2048
 _MAX_FILES = 65536
@@ -184,16 +186,23 @@ class Reporter:
 async def _serve(server: GatewayServer, service: GatewayService, listener: socket.socket, report: Reporter) -> None:
     port = listener.getsockname()[1]
     report.send(ChildStarted(ROLE_GATEWAY, report.index, os.getpid(), port, report.epoch))
-    ready = asyncio.ensure_future(_report_ready(service, report))
+    reports = [asyncio.ensure_future(_report_ready(service, report)), asyncio.ensure_future(_report_pulse(report))]
     try:
         await server.serve([listener])
     finally:
-        ready.cancel()
+        for task in reports:
+            task.cancel()
 
 
 async def _report_ready(service: GatewayService, report: Reporter) -> None:
     await service.client.wait_ready()
     report.send(ChildReady(ROLE_GATEWAY, report.index, report.epoch))
+
+
+async def _report_pulse(report: Reporter) -> None:
+    while True:
+        report.send(GatewayPulse(report.index, report.epoch))
+        await asyncio.sleep(_PULSE_INTERVAL)
 
 
 def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> None:

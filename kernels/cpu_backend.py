@@ -14,6 +14,7 @@ from kernels.kv_store import cpu as kv_cpu
 from kernels.kv_store import reference as kv_reference
 from kernels.linear.cpu import PackedLinear
 from kernels.linear.reference import TorchLinear
+from kernels.memory import lazy_zeros
 from kernels.native.build import NativeBuildError
 from kernels.native.library import DTYPES, NativeLibrary, load_library
 from kernels.paged_attention import cpu as attention_cpu
@@ -66,7 +67,7 @@ class CpuBackend:
     ) -> tuple[Tensor, Tensor]:
         """Zero-filled caches: packed (see `kernels.kv_store.cpu`) where possible, else [block, offset, head, dim]."""
         key_shape, value_shape = self._cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype)
-        return torch.zeros(key_shape, dtype=dtype, device=device), torch.zeros(value_shape, dtype=dtype, device=device)
+        return lazy_zeros(key_shape, dtype), lazy_zeros(value_shape, dtype)
 
     def kv_cache_bytes(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype

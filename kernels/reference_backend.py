@@ -10,6 +10,7 @@ from kernels.act_mul.reference import act_mul
 from kernels.backend import AttentionMetadata, AttentionParams, Linear, SamplingTensors
 from kernels.checks import check_linear, check_shape
 from kernels.kv_store.reference import store_kv
+from kernels.memory import lazy_zeros
 from kernels.paged_attention.reference import paged_attention
 from kernels.rms_norm.reference import add_rms_norm, rms_norm
 from kernels.rotary.reference import rotary
@@ -54,6 +55,8 @@ class ReferenceBackend:
     ) -> tuple[Tensor, Tensor]:
         """Two zero-filled tensors [num_blocks, block_size, num_kv_heads, head_dim]."""
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        if device.type == "cpu":
+            return lazy_zeros(shape, dtype), lazy_zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
 
     def kv_cache_bytes(

@@ -15,6 +15,7 @@ from novainfer.errors import ConfigError
 
 DEMO_MODEL = "demo"  # the checkpoint in novainfer/assets/demo
 MIB = 1024 * 1024
+SPARES_ON_GPUS = "--spare-workers is for CPUs: a spare group would need GPUs of its own; leave it at 0"
 
 
 def option(default: Any, help_text: str, *, choices: tuple[str, ...] = (), secret: bool = False) -> Any:
@@ -85,6 +86,11 @@ class ParallelConfig:
         "Kernels: auto = triton on a GPU, native C++ on a CPU.",
         choices=("auto", "triton", "cpu", "reference"),
     )
+    spare_workers: int = option(
+        0,
+        "Worker groups, 0 or 1, that stand by with the weights loaded, to take over at once from one that dies "
+        "(on CPUs only).",
+    )
     threads_per_worker: int | None = option(None, "CPU threads of one rank; default: the cores divided by the ranks.")
     ray_address: str | None = option(
         None,
@@ -124,7 +130,9 @@ class ServerConfig:
     client_stall_timeout: float = option(30.0, "Seconds after which a client that reads nothing is disconnected.")
     drain_timeout: float = option(30.0, "Seconds that accepted streams may take to finish after SIGTERM.")
     start_timeout: float = option(600.0, "Seconds from start until every process must be ready.")
-    hang_timeout: float = option(4.0, "Seconds of silence after which a rank or the scheduler counts as hung.")
+    hang_timeout: float = option(
+        4.0, "Seconds of silence after which a rank or the scheduler counts as hung; one second if it was stopped."
+    )
     max_restarts: int = option(5, "Deaths in a row, no step in between, that are mended; one more ends the server.")
     orphan_grace: float = option(30.0, "Seconds that a request outlives its gateway, to be fetched by its id.")
     stall_timeout: float = option(60.0, "Seconds that a rank may spend on one layer before it counts as hung.")
@@ -212,6 +220,10 @@ def check(config: ServeConfig) -> None:
     for name, limit in optional.items():
         if limit is not None and limit <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {limit}")
+    if config.parallel.spare_workers not in (0, 1):
+        raise ConfigError(f"--spare-workers must be 0 or 1, not {config.parallel.spare_workers}")
+    if config.parallel.spare_workers and config.parallel.device == "cuda":
+        raise ConfigError(SPARES_ON_GPUS)
     if config.parallel.cluster_host is not None:
         _check_cluster_host(config.parallel.cluster_host, config.parallel.ray_address)
     for name, number in {

@@ -99,7 +99,10 @@ def cpu_budget(config: ServeConfig, ranks_on_host: int) -> int:
     """Bytes for the KV cache of one of `ranks_on_host` ranks on a CPU. Call it when the weights are loaded."""
     if config.cache.kv_cache_memory_mib is not None:
         return config.cache.kv_cache_memory_mib * MIB // ranks_on_host
-    return min(_available_host_memory() // 4, _MAX_CPU_SHARE) // ranks_on_host
+    # A spare rank will hold what this one holds by now: the weights, above all.
+    spares = config.parallel.spare_workers * ranks_on_host
+    available = _available_host_memory() - (spares * _private_memory() if spares else 0)
+    return min(max(available, 0) // 4, _MAX_CPU_SHARE) // ranks_on_host
 
 
 def gpu_budget(config: ServeConfig, device: torch.device) -> int:
@@ -115,6 +118,12 @@ def gpu_budget(config: ServeConfig, device: torch.device) -> int:
     work_space = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     reserve = int(total * (1.0 - config.cache.gpu_memory_utilization))
     return free - reserve - work_space
+
+
+def _private_memory() -> int:
+    """Bytes that this process shares with no other."""
+    used: int = psutil.Process().memory_full_info().uss
+    return used
 
 
 def _available_host_memory() -> int:

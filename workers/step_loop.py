@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -37,8 +38,11 @@ HELLO_INTERVAL_MS = 100  # so soon a new scheduler learns of an idle rank
 _LAST_WORD_LINGER_MS = 1000
 
 
-def run_rank(launch: RankLaunch) -> None:
-    """Live as one rank until the scheduler says Shutdown. Raises what made it fail, after telling both peers."""
+def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
+    """Live as one rank until the scheduler says Shutdown. Raises what made it fail, after telling both peers.
+
+    worker: what `Worker.build` has made for this place already, in whatever epoch; None: build it.
+    """
     place = launch.place
     with (
         zmq.Context() as context,
@@ -48,10 +52,12 @@ def run_rank(launch: RankLaunch) -> None:
         socket = connect_dealer(context, launch.scheduler, f"rank-{place.rank}-{place.epoch}".encode())
         try:
             reports.send(ChildStarted(ROLE_WORKER, place.rank, os.getpid(), epoch=place.epoch))
-            worker = Worker.build(launch.config, place, reports.progress)
-            pulse.progress = lambda: worker.runner.progress
+            if worker is None:
+                worker = Worker.build(launch.config, place, reports.progress)
+            runner = worker.runner
+            pulse.progress = lambda: runner.progress
             loop = StepLoop(worker, place, socket, pulse)
-            reports.send(ChildReady(ROLE_WORKER, place.rank, place.epoch))
+            reports.send(ChildReady(ROLE_WORKER, place.rank, place.epoch, worker.info.num_blocks))
             loop.run()
             worker.tp.close()
         except Exception as error:
@@ -72,7 +78,8 @@ class StepLoop:
         self._worker = worker
         self._socket = socket
         self._pulse = pulse
-        self._session = RankSession(self, self._send, rank=place.rank, world_size=place.world_size, info=worker.info)
+        info = replace(worker.info, epoch=place.epoch)
+        self._session = RankSession(self, self._send, rank=place.rank, world_size=place.world_size, info=info)
         self._pending: deque[PendingStep] = deque()  # launched, not finished; rank 0 only
 
     def run(self) -> None:

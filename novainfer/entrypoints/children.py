@@ -61,6 +61,7 @@ class ChildState:
     is_busy: bool = False
     progress: int = -1
     moved_at: float = 0.0  # when it was idle, or `progress` another one
+    num_blocks: int = 0  # of a rank that is ready: its KV blocks
 
     @property
     def name(self) -> str:
@@ -108,6 +109,7 @@ class ChildTable:
         child = self.find(message.role, message.index, message.epoch)
         if child is not None:
             child.phase = max(child.phase, Phase.READY)
+            child.num_blocks = message.num_blocks
 
     def behind(self, phase: Phase) -> list[ChildState]:
         """The children that have not got as far as `phase`."""

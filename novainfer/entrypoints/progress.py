@@ -1,10 +1,13 @@
-"""Shows the human who waits how far loading is: a bar at a terminal, one line a stage elsewhere."""
+"""Shows the human who waits how far the start is: a bar at a terminal, one line a stage elsewhere; then the URL."""
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import TextIO
 
+from novainfer.config import ServeConfig
+from novainfer.entrypoints.notify import notify
 from novainfer.protocol.supervision import LoadProgress
 
 
@@ -13,6 +16,7 @@ class StartProgress:
 
     def __init__(self, stream: TextIO = sys.stderr) -> None:
         self._stream = stream
+        self._began = time.monotonic()
         self._stage = ""
         self._is_bar_open = False
 
@@ -27,6 +31,20 @@ class StartProgress:
             print(f"loading: {message.stage}{parts}", file=self._stream, flush=True)
         self._stage = message.stage
 
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._began
+
+    def announce(self, config: ServeConfig, port: int) -> None:
+        """The server is ready; say so on standard output, and to the service manager. port: gateway 0's."""
+        self.close()
+        world_size = config.parallel.tensor_parallel_size
+        workers = "1 worker" if world_size == 1 else f"{world_size} workers"
+        url = _url(config.server.host, port or config.server.port)
+        text = f"ready on {url} (model {config.model.model}, {workers}, {self.seconds():.1f} s)"
+        print(f"NovaInfer is {text}", flush=True)
+        notify("READY=1", f"STATUS={text}")
+
     def close(self) -> None:
         """Leave the terminal on a line of its own."""
         if self._is_bar_open:
@@ -39,3 +57,8 @@ class StartProgress:
         bar = "#" * filled + "-" * (width - filled)
         print(f"\r\x1b[Kloading {message.stage}: [{bar}] {share:4.0%}", end="", file=self._stream, flush=True)
         self._is_bar_open = True
+
+
+def _url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"

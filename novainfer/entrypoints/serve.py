@@ -100,7 +100,7 @@ def _take_lock(descriptor: int, run_dir: RunDir) -> None:
 
 
 def _remove_files(run_dir: RunDir) -> None:
-    for pattern in ("config.json", "lock", "supervisor", "scheduler-*"):
+    for pattern in ("config.json", "lock", "supervisor", "scheduler-*", "ranks-*"):
         for path in run_dir.path.glob(pattern):
             path.unlink(missing_ok=True)
     shutil.rmtree(run_dir.path / "ray", ignore_errors=True)

@@ -32,7 +32,7 @@ from novainfer.entrypoints.notify import notify
 from novainfer.entrypoints.progress import StartProgress
 from novainfer.entrypoints.ranks import dead_ranks, hold_rank, kill_ranks
 from novainfer.entrypoints.replacements import Replacements
-from novainfer.entrypoints.vitals import felt, forgive, hang, heard
+from novainfer.entrypoints.vitals import Watch, felt, heard
 from novainfer.entrypoints.wakeups import Wakeups
 from novainfer.entrypoints.worker_thread import WorkerThread
 from novainfer.protocol.supervision import (
@@ -44,6 +44,7 @@ from novainfer.protocol.supervision import (
     ChildFault,
     ChildReady,
     ChildStarted,
+    GatewayPulse,
     LoadProgress,
     RankPulse,
     SchedulerPulse,
@@ -61,7 +62,7 @@ STOP_TIMEOUT = 10.0  # seconds for a scheduler to exit
 FAULT_PATIENCE = 5.0  # seconds for the gateways to end their streams when the engine is gone
 WORKERS_TIMEOUT = 30.0  # seconds for Ray to take the workers down
 _LAST_WORD_PATIENCE = 0.2  # seconds that a dead child's last report may still be on its way
-_TICK = 0.5  # seconds between two looks at who is silent
+_TICK = 0.25  # seconds between two looks at who is silent
 
 
 class Supervisor:
@@ -77,11 +78,10 @@ class Supervisor:
             epoch=self.epoch,
         )
         self._wakeups = Wakeups(run_dir)
-        self._workers = WorkerThread(launch.workers, self._wakeups.nudge)
+        self._workers = WorkerThread(launch.workers, self._wakeups.nudge, num_spares=config.parallel.spare_workers)
         self._replacements = Replacements(config.server, time.monotonic())
-        self._last_turn = float("inf")
+        self._watch = Watch(config.server, is_stopped)
         self._progress = StartProgress()
-        self._began = time.monotonic()
         self._fault: str | None = None
         self._stop_signals = 0  # SIGTERM, SIGINT or SIGHUP so far; the second ends the patience
         self._is_stopping = False
@@ -158,32 +158,20 @@ class Supervisor:
     def _advance_phase(self) -> None:
         if self._phase == Phase.SPAWNED and not self.table.behind(Phase.STARTED):
             self._phase = Phase.STARTED
-            logger.info("all processes have started (%.1f s)", self._seconds())
+            logger.info("all processes have started (%.1f s)", self._progress.seconds())
         if self._phase == Phase.STARTED and not self.table.behind(Phase.READY):
             self._phase = Phase.READY
-            self._announce()
-            self._workers.prepare()
+            self._progress.announce(self._config, self.table.of(ROLE_GATEWAY)[0].port)
+            self._prepare_workers()
         if self._replacements.is_going_on and not self.table.behind(Phase.READY):
             logger.info(
                 "serving again after %.2f s (epoch %d)", self._replacements.all_ready(time.monotonic()), self.epoch
             )
-            self._workers.prepare()
+            self._prepare_workers()
 
-    def _announce(self) -> None:
-        self._progress.close()
-        world_size = self._config.parallel.tensor_parallel_size
-        workers = "1 worker" if world_size == 1 else f"{world_size} workers"
-        text = f"ready on {self._url()} (model {self._config.model.model}, {workers}, {self._seconds():.1f} s)"
-        print(f"NovaInfer is {text}", flush=True)
-        notify("READY=1", f"STATUS={text}")
-
-    def _url(self) -> str:
-        host = self._config.server.host
-        shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        return f"http://{shown}:{self.table.of(ROLE_GATEWAY)[0].port or self._config.server.port}"
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
+    def _prepare_workers(self) -> None:
+        # A spare group has as many blocks as the one that serves, whatever the memory says by then.
+        self._workers.prepare(min(rank.num_blocks for rank in self.table.of(ROLE_WORKER)))
 
     # -- one turn of the loop -----------------------------------------------------------------------------------
 
@@ -222,6 +210,10 @@ class Supervisor:
                     heard(self._scheduler, time.monotonic())
                     if report.num_steps:
                         self._replacements.step_ended()
+            elif isinstance(report, GatewayPulse):
+                gateway = self.table.find(ROLE_GATEWAY, report.index, report.epoch)
+                if gateway is not None:
+                    heard(gateway, time.monotonic())
             elif isinstance(report, WorkersFault):
                 if self.table.find(ROLE_SCHEDULER, report.replica, report.epoch) is not None:
                     self._lose_workers(f"workers: {report.message}")
@@ -245,7 +237,7 @@ class Supervisor:
             self.table.ready(report)
             if child.role != ROLE_GATEWAY:
                 heard(child, time.monotonic())
-        logger.debug("%s is %s (%.2f s)", child.name, child.phase.name, self._seconds())
+        logger.debug("%s is %s (%.2f s)", child.name, child.phase.name, self._progress.seconds())
 
     def _note_fault(self, report: ChildFault) -> None:
         child = self.table.children[report.role, report.index]
@@ -257,7 +249,8 @@ class Supervisor:
 
     def _note_exit(self, child: ChildState) -> None:
         if child.fault is None:
-            self._hear_last_words(0.0 if self._is_stopping else _LAST_WORD_PATIENCE)
+            was_killed = child.process is not None and (child.process.returncode or 0) < 0  # it had no time for words
+            self._hear_last_words(0.0 if self._is_stopping or was_killed else _LAST_WORD_PATIENCE)
         if not self._is_stopping:
             if child.role == ROLE_SCHEDULER:
                 self._lose_scheduler(exit_words(child))
@@ -274,17 +267,15 @@ class Supervisor:
 
     def _find_hang(self) -> None:
         """What has not been heard of for too long is killed and replaced."""
-        now, server = time.monotonic(), self._config.server
-        away, self._last_turn = now - self._last_turn, now
-        if away > server.hang_timeout / 2:
-            forgive(list(self.table.children.values()), now)
-        found = hang(self.table.of(ROLE_WORKER), server, now, is_stopped=is_stopped)
-        if found is not None:
-            self._lose_workers(found[1])
-        found = hang(self.table.of(ROLE_SCHEDULER), server, now, is_stopped=is_stopped)
-        if found is not None:
-            kill_all([found[0]])
-            self._lose_scheduler(found[1])
+        for child, words in self._watch.look(list(self.table.children.values()), time.monotonic()):
+            if child.role == ROLE_WORKER:
+                self._lose_workers(words, patience=0.0)
+                continue
+            kill_all([child])
+            if child.role == ROLE_SCHEDULER:
+                self._lose_scheduler(words)
+            else:
+                self._lose_gateway(child, words)
 
     def _lose_workers(self, words: str, patience: float = _LAST_WORD_PATIENCE) -> None:
         """The worker group cannot go on: kill it, tell the scheduler, start another one in a new epoch."""

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from novainfer.config import ServerConfig
 from novainfer.entrypoints.children import ChildState, Phase
-from novainfer.protocol.supervision import ROLE_WORKER, RankPulse
+from novainfer.protocol.supervision import ROLE_GATEWAY, ROLE_SCHEDULER, ROLE_WORKER, RankPulse
+
+STOPPED_TIMEOUT = 1.0  # seconds of silence that are enough of a process that the system says is stopped
 
 
 def heard(child: ChildState, now: float) -> None:
@@ -27,6 +29,8 @@ def forgive(children: Sequence[ChildState], now: float) -> None:
     for child in children:
         if child.heard_at is not None:
             heard(child, now)
+        elif child.spawned_at is not None:
+            child.spawned_at = now
 
 
 def hang(
@@ -39,8 +43,10 @@ def hang(
             continue
         # Before the first word Python imports; while a rank loads, one call may keep the whole process from running.
         is_loading = child.heard_at is None or (child.role == ROLE_WORKER and child.phase < Phase.READY)
+        # A gateway's loop shares the interpreter with the threads that tokenise, and its death costs connections.
+        patience = config.stall_timeout if is_loading or child.role == ROLE_GATEWAY else config.hang_timeout
         silence = now - since
-        if silence > (config.stall_timeout if is_loading and not is_stopped(child) else config.hang_timeout):
+        if silence > patience or (silence > STOPPED_TIMEOUT and is_stopped(child)):
             return child, f"{child.name} hangs: silent for {silence:.1f} s"
         if child.is_busy and not is_loading:
             # All ranks get the same plans. A step that one has got and another not, from a dying scheduler, never ends.
@@ -49,3 +55,26 @@ def hang(
             if still > (config.hang_timeout if is_alone else config.stall_timeout):
                 return child, f"{child.name} hangs: no progress for {still:.1f} s"
     return None
+
+
+class Watch:
+    """Looks again and again, and counts silence only while it does so itself."""
+
+    def __init__(self, config: ServerConfig, is_stopped: Callable[[ChildState], bool]) -> None:
+        self._config = config
+        self._is_stopped = is_stopped
+        self._away = min(STOPPED_TIMEOUT, config.hang_timeout) / 2
+        self._last_look = float("inf")
+
+    def look(self, children: Sequence[ChildState], now: float) -> list[tuple[ChildState, str]]:
+        """The first process of each role that hangs, and every gateway that does, and why.
+
+        After a time without a look nobody hangs: if the whole server was stopped, the others may wake up after us.
+        """
+        away, self._last_look = now - self._last_look, now
+        if away > self._away:
+            forgive(children, now)
+        groups = [[child for child in children if child.role == role] for role in (ROLE_WORKER, ROLE_SCHEDULER)]
+        groups += [[child] for child in children if child.role == ROLE_GATEWAY]
+        found = (hang(group, self._config, now, is_stopped=self._is_stopped) for group in groups)
+        return [hung for hung in found if hung is not None]

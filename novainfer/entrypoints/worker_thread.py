@@ -12,9 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from novainfer.engine.restarts import STABLE_SECONDS, Restarts
+
 logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL = 0.25  # seconds
+MAX_SPARE_FAILURES = 5  # in a row
 
 
 class WorkerGroup(Protocol):
@@ -28,12 +31,22 @@ class WorkerGroup(Protocol):
         """Whether every rank still lives."""
         ...
 
-    def prepare(self) -> None:
-        """Get ready what makes the next start faster. Does not wait for it."""
+    def prepare(self, num_blocks: int | None) -> None:
+        """Begin to get ready what makes the next start faster, unless it is there. Does not wait for it.
+
+        num_blocks: a whole spare group that stands by, each rank with room for so many KV blocks; None: no spare.
+        """
+        ...
+
+    def tend(self) -> bool:
+        """Look after what `prepare` has begun: True once a spare group stands by. Never waits.
+
+        Raises with the reason if it is lost; it is gone then, and `prepare` may be called again.
+        """
         ...
 
     def end(self) -> None:
-        """Kill every rank."""
+        """Kill every rank; a spare group lives on, for the next `start`."""
         ...
 
     def stop(self) -> None:
@@ -42,16 +55,22 @@ class WorkerGroup(Protocol):
 
 
 class WorkerThread:
-    """Owns the group. When it cannot start or has lost a rank, `losses` gets (epoch, words); then `replace` is due."""
+    """Owns the group. When it cannot start or has lost a rank, `losses` gets (epoch, words); then `replace` is due.
 
-    def __init__(self, make_group: Callable[[], WorkerGroup], wake: Callable[[], None]) -> None:
+    A spare that is lost is this thread's own matter: another one is prepared, with growing delays, until it was enough.
+    """
+
+    def __init__(self, make_group: Callable[[], WorkerGroup], wake: Callable[[], None], *, num_spares: int = 0) -> None:
         self._make_group = make_group
         self._wake = wake
+        self._spare_restarts = Restarts(MAX_SPARE_FAILURES - 1 if num_spares else 0, STABLE_SECONDS)
+        self._has_spares = num_spares > 0
         self._news = threading.Condition()
         self._wanted: tuple[int, float] | None = None  # epoch to start, and when (monotonic)
         self._is_stopping = False
         self._may_end = False
-        self._shall_prepare = False
+        self._prepare_at: float | None = None  # monotonic
+        self._num_blocks = 0  # of each rank
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
         self.losses: deque[tuple[int, str]] = deque()
 
@@ -64,13 +83,13 @@ class WorkerThread:
         """Kill what is there now, and start a group of this epoch after `delay` seconds. Does not wait."""
         with self._news:
             self._wanted = epoch, time.monotonic() + delay
-            self._shall_prepare = False
+            self._prepare_at = None
             self._news.notify()
 
-    def prepare(self) -> None:
-        """The group serves: get ready for the next one."""
+    def prepare(self, num_blocks: int) -> None:
+        """The group serves, each rank with so many KV blocks: get ready for the next one."""
         with self._news:
-            self._shall_prepare = True
+            self._num_blocks, self._prepare_at = num_blocks, time.monotonic()
             self._news.notify()
 
     def expect_end(self) -> None:
@@ -117,16 +136,41 @@ class WorkerThread:
         while True:
             with self._news:
                 self._news.wait_for(
-                    lambda: self._is_stopping or self._wanted or self._shall_prepare, timeout=_CHECK_INTERVAL
+                    lambda: self._is_stopping or self._wanted or self._is_due(), timeout=_CHECK_INTERVAL
                 )
                 if self._is_stopping or self._wanted:
                     return
-                shall_prepare, self._shall_prepare = self._shall_prepare, False
-            if shall_prepare:
-                group.prepare()
+                shall_prepare = self._is_due()
+                if shall_prepare:
+                    self._prepare_at = None
             if not self._may_end and not group.is_alive():
                 self._lose(epoch, "a worker died")
                 return
+            self._care(group, shall_prepare)
+
+    def _is_due(self) -> bool:
+        return self._prepare_at is not None and time.monotonic() >= self._prepare_at
+
+    def _care(self, group: WorkerGroup, shall_prepare: bool) -> None:
+        """Prepare the next group, and see how far it is. Whatever becomes of it, the group that serves goes on."""
+        try:
+            if shall_prepare:
+                group.prepare(self._num_blocks if self._has_spares else None)
+            if group.tend():
+                self._spare_restarts.serves(time.monotonic())
+        except Exception as error:
+            logger.debug("no preparation for the next worker group", exc_info=True)
+            if not self._has_spares:
+                return
+            delay = self._spare_restarts.delay(time.monotonic())
+            if delay is None:
+                self._has_spares, delay = False, 0.0
+                logger.error("the spare workers failed %d times in a row (%s): no more", MAX_SPARE_FAILURES, error)
+            else:
+                logger.warning("the spare workers are lost (%s); others in %g s", error, delay)
+            with self._news:
+                if self._wanted is None:
+                    self._prepare_at = time.monotonic() + delay
 
     def _lose(self, epoch: int, words: str) -> None:
         self.losses.append((epoch, words))

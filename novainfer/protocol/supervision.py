@@ -40,6 +40,7 @@ class ChildReady:
     role: str
     index: int
     epoch: int = FIRST_EPOCH
+    num_blocks: int = 0  # of a rank: the KV blocks it has room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,14 @@ class SchedulerPulse:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayPulse:
+    """A gateway's event loop turns, several times a second."""
+
+    index: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersFault:
     """The scheduler cannot go on with the worker group of this epoch, and waits for another one."""
 
@@ -104,6 +113,7 @@ SUPERVISOR_SCHEMA = Schema(
         5: RankPulse,
         6: SchedulerPulse,
         7: WorkersFault,
+        8: GatewayPulse,
     },
 )
 

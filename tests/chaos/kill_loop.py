@@ -1,6 +1,6 @@
 """The kill loop: streams without end on a real server, whose processes are killed and stopped again and again.
 
-`python -m tests.chaos.kill_loop --kills 200 [--streams 16] [--ranks 2] [--seed 0] [--report FILE]`
+`python -m tests.chaos.kill_loop --kills 200 [--streams 16] [--ranks 2] [--spare-workers 1] [--seed 0] [--report FILE]`
 
 Every stream must be, event for event, what an undisturbed server says: text, ids, log-probabilities, finish reasons,
 usage. The report has one line of JSON per stream and per kill; the summary gives the longest pause of a stream around
@@ -149,6 +149,7 @@ class Nemesis:
     BLOWS = (
         ("kill", "worker", 6), ("stop", "worker", 2), ("kill", "scheduler", 5), ("stop", "scheduler", 1),
         ("kill", "raylet", 1), ("kill", "gcs_server", 1), ("kill", "gateway", 3),
+        ("stop", "gateway", 1),
     )  # fmt: skip
     MOMENTS = ("any", "any", "request sent", "while loading", "just back")
 
@@ -286,12 +287,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--spare-workers", type=int, default=0, help="the server's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--victims", default="", help="only those whose name begins so: worker, scheduler, raylet, ...")
     parser.add_argument("--report", type=Path, help="file for one line of JSON per kill and stream")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-loop-") as folder:
-        server = RunningServer("--tensor-parallel-size", str(options.ranks), log=Path(folder) / "log")
+        flags = ("--tensor-parallel-size", str(options.ranks), "--spare-workers", str(options.spare_workers))
+        server = RunningServer(*flags, log=Path(folder) / "log")
         try:
             with open(options.report or "/dev/null", "w", encoding="utf-8") as out:
                 is_exact = loop(

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import psutil
 import pytest
 
-from tests.chaos.streams import LENGTH, REQUESTS, Answer, Streams, run
+from tests.chaos.blows import KILL, STOP, Disturb, Undisturbed, strike, wait_replaced
+from tests.chaos.streams import LENGTH, REQUESTS, Streams, run
 from tests.servers import RunningServer, assert_gone
 
 pytestmark = [pytest.mark.stage2, pytest.mark.timeout(900)]
-
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-Disturb = Callable[[RunningServer, Streams], None]
-
-
-@dataclass(frozen=True)
-class Undisturbed:
-    """A server, and what it says when nothing happens to it."""
-
-    server: RunningServer
-    answers: list[Answer]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbed]:
-    log = tmp_path_factory.mktemp("chaos") / "log"
-    server = RunningServer("--tensor-parallel-size", str(request.param), log=log)
-    try:
-        yield Undisturbed(server, run(server, lambda streams: None))
-        server.stop()
-    finally:
-        if server.process.poll() is None:
-            server.kill()
-
-
-def strike(server: RunningServer, title: str, number: signal.Signals) -> psutil.Process:
-    process = server.processes()[title]
-    os.kill(process.pid, number)
-    return process
-
-
-def wait_replaced(server: RunningServer, title: str, old: psutil.Process) -> None:
-    """Block until another process has this title."""
-    while server.processes().get(title, old) == old:
-        assert server.process.poll() is None, server.errors
-        time.sleep(0.005)  # nothing tells of a process that another one starts
 
 
 def last_rank(server: RunningServer) -> str:
@@ -129,11 +91,11 @@ TWO_RANKS: list[Disturb] = [
     kill_one_after_the_other,
 ]
 CASES = [
-    pytest.param(ranks, disturb, id=f"tp{ranks}-{disturb.__name__}")
+    pytest.param(("-tp", str(ranks)), disturb, id=f"tp{ranks}-{disturb.__name__}")
     for ranks, disturbances in ((1, ONE_RANK), (2, TWO_RANKS))
     for disturb in disturbances
 ]
-both_groups = pytest.mark.parametrize("undisturbed", [1, 2], indirect=True, ids=["tp1", "tp2"])
+both_groups = pytest.mark.parametrize("undisturbed", [("-tp", "1"), ("-tp", "2")], indirect=True, ids=["tp1", "tp2"])
 
 
 @pytest.mark.parametrize(("undisturbed", "disturb"), CASES, indirect=["undisturbed"])
@@ -158,15 +120,16 @@ def test_given_streams_of_every_kind_when_processes_die_then_each_is_as_if_nothi
 
 
 @both_groups
-def test_given_streams_of_every_kind_when_the_gateway_dies_then_another_one_tells_the_rest_of_each(
-    undisturbed: Undisturbed,
+@pytest.mark.parametrize("number", [KILL, STOP])
+def test_given_streams_of_every_kind_when_the_gateway_dies_or_stops_then_another_one_tells_the_rest_of_each(
+    undisturbed: Undisturbed, number: signal.Signals
 ) -> None:
     server = undisturbed.server
     seen: list[Streams] = []
 
     def disturb(streams: Streams) -> None:
         seen.append(streams)
-        old = strike(server, "gateway 0", KILL)
+        old = strike(server, "gateway 0", number)
         wait_replaced(server, "gateway 0", old)
 
     answers = run(server, disturb)
@@ -180,7 +143,7 @@ def test_given_streams_of_every_kind_when_the_gateway_dies_then_another_one_tell
     server.wait_until_nothing_is_held()
 
 
-@pytest.mark.parametrize("undisturbed", [2], indirect=True, ids=["tp2"])
+@pytest.mark.parametrize("undisturbed", [("-tp", "2")], indirect=True, ids=["tp2"])
 def test_given_no_disturbance_when_run_again_then_the_answers_say_enough_to_compare(undisturbed: Undisturbed) -> None:
     assert undisturbed.answers == run(undisturbed.server, lambda streams: None)
     assert all(len(ids) <= LENGTH for answer in undisturbed.answers for ids in answer.token_ids.values())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from kernels.backend import select_backend
-from novainfer.config import MIB, CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
+from novainfer.config import MIB, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.errors import ConfigError
 from tests.builders import CPU
+from workers import kv_cache
 from workers.kv_cache import CacheSize, KVCache, cpu_budget, fit_cache
 
 pytestmark = pytest.mark.stage0
@@ -64,6 +67,18 @@ def test_cpu_budget_when_ranks_share_a_host_then_they_share_the_memory() -> None
     assert cpu_budget(config(kv_cache_memory_mib=100), 4) == 25 * MIB
     assert 0 < cpu_budget(config(), 1) <= 4096 * MIB
     assert cpu_budget(config(), 2) <= 2048 * MIB
+
+
+def test_given_spare_workers_when_the_cache_is_sized_then_room_is_left_for_another_copy_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_cache, "_available_host_memory", lambda: 6000 * MIB)
+    spared = replace(config(), parallel=ParallelConfig(spare_workers=1))
+    for ranks in (1, 2):
+        left_free = 4 * ranks * (cpu_budget(config(), ranks) - cpu_budget(spared, ranks))
+        own = psutil.Process().memory_full_info().uss
+        assert left_free == pytest.approx(ranks * own, rel=0.1)
+    assert cpu_budget(replace(spared, cache=CacheConfig(kv_cache_memory_mib=100)), 1) == 100 * MIB
 
 
 def test_blocks_when_copied_then_sources_are_read_before_anything_is_written() -> None:

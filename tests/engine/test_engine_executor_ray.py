@@ -14,10 +14,16 @@ from typing import Any
 import psutil
 import pytest
 
+from novainfer.config import ParallelConfig, ServeConfig
+from novainfer.errors import ConfigError
+from novainfer.transport.addresses import RunDir
 from tests.builders import PlanWriter
 from tests.engine.ray_driver import NUM_TOKENS, PROMPT, config
 from tests.parity.builders import build_checkpoint
+from workers import ray_group
 from workers.local_executor import LocalExecutor
+from workers.ray_group import RayWorkerGroup
+from workers.ray_instance import RayInstance
 
 pytestmark = pytest.mark.stage1
 
@@ -43,6 +49,17 @@ def start(model: str, world_size: int, temp_dir: str) -> tuple[subprocess.Popen[
         process.kill()
         process.communicate()
         raise
+
+
+def test_given_spare_workers_when_ray_has_gpus_for_the_ranks_then_the_start_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_group, "_uses_gpu", lambda parallel: True)
+    monkeypatch.setattr(RayInstance, "start", lambda instance: None)
+    monkeypatch.setattr(RayWorkerGroup, "_reserve", lambda group: pytest.fail("it went on"))
+    group = RayWorkerGroup(ServeConfig(parallel=ParallelConfig(spare_workers=1)), RunDir(tmp_path))
+    with pytest.raises(ConfigError, match="--spare-workers is for CPUs"):
+        group.start(1)
 
 
 def survivors(report: dict[str, Any], timeout: float) -> list[psutil.Process]:

@@ -27,7 +27,14 @@ from novainfer.protocol.step import (
     WorkerFault,
     WorkerHello,
 )
-from novainfer.protocol.supervision import SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted, LoadProgress
+from novainfer.protocol.supervision import (
+    SUPERVISOR_SCHEMA,
+    ChildFault,
+    ChildReady,
+    ChildStarted,
+    LoadProgress,
+    RankPulse,
+)
 from novainfer.transport.addresses import Endpoint, RunDir
 from novainfer.transport.channel import bind_pull, connect_dealer
 from tests.builders import PlanWriter
@@ -38,6 +45,16 @@ pytestmark = pytest.mark.stage1
 WAIT = 30.0  # seconds; an event ends each wait long before
 RUN_RANK = "import sys; from workers.launch import RankLaunch; from workers.step_loop import run_rank; "
 RUN_RANK += "run_rank(RankLaunch.from_json(sys.argv[1]))"
+RUN_SPARE = """
+import sys
+from dataclasses import replace
+from workers.launch import RankLaunch
+from workers.step_loop import run_rank
+from workers.worker import Worker
+launch = RankLaunch.from_json(sys.argv[1])
+worker = Worker.build(launch.config, replace(launch.place, epoch=0), lambda stage, done, total: None)
+run_rank(launch, worker)
+"""
 
 
 @pytest.fixture
@@ -255,8 +272,8 @@ def launch(run_dir: RunDir, model: str) -> RankLaunch:
     )
 
 
-def start(run_dir: RunDir, model: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", RUN_RANK, launch(run_dir, model).to_json()]
+def start(run_dir: RunDir, model: str, code: str = RUN_RANK) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", code, launch(run_dir, model).to_json()]
     return subprocess.Popen(command, stderr=subprocess.PIPE)
 
 
@@ -307,8 +324,27 @@ def test_worker_process_when_it_runs_then_it_loads_answers_and_leaves(server: Se
     assert 0 <= second.token_ids[0] < info.vocab_size
     heard = server.reports()
     assert isinstance(heard[0], ChildStarted)
-    assert heard[-1] == ChildReady("worker", 0)
+    assert heard[-1] == ChildReady("worker", 0, num_blocks=16)
     assert {report.stage for report in heard if isinstance(report, LoadProgress)} == {"weights", "kv cache", "warm-up"}
+
+
+def test_given_a_worker_that_was_built_without_an_epoch_when_it_becomes_a_rank_then_it_serves_in_the_epoch_given(
+    server: Server,
+) -> None:
+    executor = server.executor
+    with start(server.run_dir, "demo", RUN_SPARE) as process:
+        try:
+            assert executor.wait_ready(WAIT * 4).epoch == 1
+            writer = PlanWriter()
+            writer.add(1, [5, 6, 7])
+            executor.submit(writer.plan({1: 3}))
+            assert executor.collect(WAIT) is not None
+            executor.close()
+            assert process.wait(WAIT) == 0
+        finally:
+            process.kill()
+    heard = [type(report) for report in server.reports() if not isinstance(report, RankPulse)]
+    assert heard == [ChildStarted, ChildReady]
 
 
 def test_worker_process_when_a_plan_cannot_be_then_both_peers_hear_the_fault(server: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,17 @@ def test_reference_rotary_equals_complex_multiplication(reference: KernelBackend
     assert_close(got, torch.cat((wanted.real, wanted.imag, query[..., 8:]), -1), torch.float32)
     assert torch.equal(key[1], key_before[1]) is False
     assert torch.equal(key[..., 8:], key_before[..., 8:])
+
+
+def test_given_a_kv_cache_on_a_cpu_when_allocated_then_it_is_zero_and_takes_no_memory_before_it_is_touched(
+    reference: KernelBackend,
+) -> None:
+    before = psutil.Process().memory_info().rss
+    keys, values = reference.allocate_kv_cache(1024, 16, 16, 128, torch.bfloat16, CPU)
+    assert keys.nbytes == values.nbytes == 64 << 20
+    assert psutil.Process().memory_info().rss - before < 16 << 20
+    keys[1000] = 1
+    assert (keys.sum(), values.sum()) == (16 * 16 * 128, 0)
 
 
 def test_reference_kv_cache_bytes_are_those_of_both_tensors(reference: KernelBackend) -> None:

@@ -20,7 +20,7 @@ import pytest
 import zmq
 
 from novainfer.config import ServeConfig
-from novainfer.protocol.supervision import SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted
+from novainfer.protocol.supervision import SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted, GatewayPulse
 from novainfer.text.tokenizer import Tokenizer
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import bind_pull
@@ -49,9 +49,15 @@ class Supervisor:
         self.children.append(child)
         return child
 
-    def hear(self) -> Any:
+    def hear_anything(self) -> Any:
         assert self._socket.poll(30_000), "the gateway said nothing"
         return SUPERVISOR_SCHEMA.decode(self._socket.recv())
+
+    def hear(self) -> Any:
+        """The next report that is not a pulse."""
+        while isinstance(report := self.hear_anything(), GatewayPulse):
+            pass
+        return report
 
     def close(self) -> None:
         for child in self.children:
@@ -102,6 +108,25 @@ def test_given_a_start_when_the_engine_is_ready_then_both_phases_are_reported_an
     child.send_signal(signal.SIGTERM)
     assert child.wait(20) == 0
     assert not [text for text in texts if text.is_running()]
+
+
+def test_given_a_gateway_when_it_runs_then_it_sends_pulses_before_the_engine_is_ready_and_while_it_drains(
+    supervisor: Supervisor, request: pytest.FixtureRequest
+) -> None:
+    child = supervisor.start(2, "--epoch", "5")
+    port = supervisor.hear().port
+    assert [supervisor.hear_anything() for _ in range(3)] == [GatewayPulse(2, 5)] * 3
+    scheduler: ScriptedScheduler = request.getfixturevalue("scheduler")
+    scheduler.tokens_before_pause = 2
+    assert supervisor.hear() == ChildReady("gateway", 2, 5)
+    with client(port) as http, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(http.post, CHAT, json=BODY)
+        scheduler.wait_for(lambda: any(live.counts == [2] for live in scheduler.live.values()))
+        child.send_signal(signal.SIGTERM)
+        assert [supervisor.hear_anything() for _ in range(8)] == [GatewayPulse(2, 5)] * 8
+        scheduler.tokens_before_pause = None
+        assert stream.result(20).text.endswith("data: [DONE]\n\n")
+    assert child.wait(20) == 0
 
 
 def test_given_open_streams_when_terminated_then_they_finish_new_ones_get_503_and_the_exit_is_0(

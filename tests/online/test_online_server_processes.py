@@ -150,7 +150,7 @@ def test_given_a_death_that_cannot_be_mended_when_it_happens_then_the_exit_is_no
     server = start_server("--model", str(model), "--max-restarts", "1")
     tree = server.tree()
     shutil.rmtree(model)
-    server.processes()["worker 0.0"].kill()  # its spare has not loaded the weights yet
+    server.processes()["worker 0.0"].kill()  # the next one has not loaded the weights yet
     refusals = set()
     with server.http() as http, contextlib.suppress(httpx.TransportError):
         while True:

@@ -20,6 +20,7 @@ from novainfer.config import ParallelConfig, ServeConfig, ServerConfig
 from novainfer.entrypoints.launch import Launch
 from novainfer.entrypoints.serve import run_directory
 from novainfer.entrypoints.supervisor import Supervisor
+from novainfer.errors import EngineError
 from novainfer.protocol.supervision import (
     FIRST_EPOCH,
     GIVE_UP_SIGNAL,
@@ -44,10 +45,14 @@ def note(log: Path, *words: object) -> None:
 
 
 class FakeWorkers:
-    """A worker group that never computes; `die` kills the first one when it is to prepare for the next."""
+    """A worker group that never computes; `die-once` kills the first one when it is to prepare for the next.
+
+    Rank r has room for 8 - r blocks. `spare-fails`: no spare ever stands by.
+    """
 
     def __init__(self, run_dir: RunDir, log: Path, behaviour: str, world_size: int) -> None:
         self._run_dir, self._log, self._behaviour, self._world_size = run_dir, log, behaviour, world_size
+        self._has_spare = False
 
     def start(self, epoch: int) -> None:
         note(self._log, "workers of epoch", epoch)
@@ -61,15 +66,23 @@ class FakeWorkers:
                 reports.send(SUPERVISOR_SCHEMA.encode(LoadProgress(rank, "weights", 1, 2)))
                 if self._behaviour == "fault":
                     reports.send(SUPERVISOR_SCHEMA.encode(ChildFault(ROLE_WORKER, rank, epoch, "out of memory")))
-                reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_WORKER, rank, epoch)))
+                reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_WORKER, rank, epoch, 8 - rank)))
             reports.close()
 
     def is_alive(self) -> bool:
         return self._is_alive and self._behaviour != "die"
 
-    def prepare(self) -> None:
+    def prepare(self, num_blocks: int | None) -> None:
+        note(self._log, "prepare", num_blocks)
+        self._has_spare = num_blocks is not None
         if self._behaviour == "die-once":
             self._behaviour, self._is_alive = "normal", False
+
+    def tend(self) -> bool:
+        if self._has_spare and self._behaviour == "spare-fails":
+            self._has_spare = False
+            raise EngineError("it will not stand")
+        return self._has_spare
 
     def end(self) -> None:
         note(self._log, "workers ended")
@@ -92,7 +105,7 @@ def run_server(options: argparse.Namespace) -> int:
             hang_timeout=600.0,  # nobody here sends a pulse
             stall_timeout=600.0,
         ),
-        parallel=ParallelConfig(tensor_parallel_size=2),
+        parallel=ParallelConfig(tensor_parallel_size=2, spare_workers=options.spare_workers),
     )
     with run_directory(config) as run_dir:
 
@@ -157,6 +170,7 @@ if __name__ == "__main__":
     parser.add_argument("--epoch", type=int, default=FIRST_EPOCH)
     parser.add_argument("--group", type=int, default=FIRST_EPOCH)
     parser.add_argument("--behave", default="{}")
+    parser.add_argument("--spare-workers", type=int, default=0)
     parser.add_argument("--start-timeout", type=float, default=600.0)
     parsed = parser.parse_args()
     sys.exit(run_server(parsed) if parsed.what == "server" else run_child(parsed))

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.unit
         ("max_num_batched_tokens", 8, "each decode needs one token"),
         ("port", 65536, "between 0 and 65535"),
         ("tensor_parallel_size", 0, "--tensor-parallel-size must be above 0"),
+        ("spare_workers", 2, "--spare-workers must be 0 or 1, not 2"),
+        ("spare_workers", -1, "--spare-workers must be 0 or 1, not -1"),
         ("start_timeout", 0.0, "--start-timeout must be above 0"),
     ],
 )
@@ -32,6 +34,12 @@ def test_a_value_that_cannot_work_when_checked_then_the_error_names_its_flag(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         check(build_config({name: value}))
+
+
+def test_given_spare_workers_when_checked_with_gpus_then_they_are_refused() -> None:
+    check(build_config({"spare_workers": 1, "device": "cpu"}))
+    with pytest.raises(ConfigError, match="--spare-workers is for CPUs"):
+        check(build_config({"spare_workers": 1, "device": "cuda"}))
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ PATIENCE = 60  # seconds; only a failing test waits that long
 class FakeServer:
     """A running `fake_children.py server`."""
 
-    def __init__(self, folder: Path, behave: dict[str, str], start_timeout: float, environ: dict[str, str]) -> None:
+    def __init__(self, folder: Path, behave: dict[str, str], environ: dict[str, str], *flags: str) -> None:
         self.run_dir, self._log = folder / "run", folder / "log"
         command = [sys.executable, str(SCRIPT), "server", "--run-dir", str(self.run_dir), "--log", str(self._log)]
-        command += ["--behave", json.dumps(behave), "--start-timeout", str(start_timeout)]
+        command += ["--behave", json.dumps(behave), *flags]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ}
         )
@@ -72,8 +72,8 @@ Start = Callable[..., FakeServer]
 def start(tmp_path: Path) -> Iterator[Start]:
     servers: list[FakeServer] = []
 
-    def _start(start_timeout: float = 600.0, environ: dict[str, str] | None = None, **behave: str) -> FakeServer:
-        servers.append(FakeServer(tmp_path, behave, start_timeout, environ or {}))
+    def _start(*flags: str, environ: dict[str, str] | None = None, **behave: str) -> FakeServer:
+        servers.append(FakeServer(tmp_path, behave, environ or {}, *flags))
         return servers[-1]
 
     yield _start
@@ -136,6 +136,51 @@ def test_a_serving_gateway_when_it_is_killed_then_another_one_is_started_and_not
     assert {name for name in before if before[name] != after[name]} == {"gateway 1"}
 
 
+def test_given_a_serving_gateway_when_it_is_stopped_then_another_one_is_started_and_nothing_else(start: Start) -> None:
+    server = start()
+    assert "is ready" in server.wait_ready()
+    before = server.pids()
+    os.kill(before["gateway 1"], signal.SIGSTOP)
+    server.wait_error("gateway 1 hangs: silent for ")
+    server.wait_error("serving again")
+    after = server.pids()
+    assert gone([before["gateway 1"]])
+    server.process.send_signal(signal.SIGTERM)
+    assert server.finish()[0] == 0
+    assert {name for name in before if before[name] != after[name]} == {"gateway 1"}
+
+
+@pytest.mark.parametrize(("spares", "prepared"), [("0", "None"), ("1", "7")])
+def test_given_a_server_when_all_are_ready_and_again_after_a_death_then_the_next_workers_are_prepared(
+    start: Start, spares: str, prepared: str
+) -> None:
+    server = start("--spare-workers", spares, worker="die-once")
+    assert "is ready" in server.wait_ready()
+    server.wait_error("serving again")
+    while len([line for line in server.log() if line.startswith("prepare")]) < 2:
+        assert server.process.poll() is None
+    server.process.send_signal(signal.SIGTERM)
+    assert server.finish()[0] == 0
+    lines = [line for line in server.log() if line.startswith(("prepare", "workers of"))]
+    # A spare group has what the rank with the fewest blocks has.
+    assert lines == ["workers of epoch 1", f"prepare {prepared}", "workers of epoch 2", f"prepare {prepared}"]
+
+
+def test_given_a_spare_group_that_is_lost_when_another_one_is_prepared_then_the_server_does_not_notice(
+    start: Start,
+) -> None:
+    server = start("--spare-workers", "1", worker="spare-fails")
+    assert "is ready" in server.wait_ready()
+    before = server.pids()
+    server.wait_error("the spare workers are lost (it will not stand); others in 1 s")
+    server.process.send_signal(signal.SIGTERM)
+    status, errors = server.finish()
+    assert status == 0
+    assert "ERROR" not in errors
+    assert server.pids() == before
+    assert "workers of epoch 2" not in server.log()
+
+
 def test_a_serving_scheduler_when_it_is_killed_then_another_one_takes_the_same_workers_over_in_the_next_epoch(
     start: Start,
 ) -> None:
@@ -177,7 +222,7 @@ def test_workers_that_fail_when_noticed_then_everything_ends_with_status_1(
 
 
 def test_a_child_that_is_never_ready_when_the_start_timeout_passes_then_it_is_named(start: Start) -> None:
-    status, errors = start(start_timeout=2.0, scheduler="late").finish()
+    status, errors = start("--start-timeout", "2", scheduler="late").finish()
     assert status == 1
     assert "not ready after 2 s; still waiting for scheduler 0" in errors
 

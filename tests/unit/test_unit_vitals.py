@@ -8,7 +8,7 @@ from novainfer.config import ServerConfig
 from novainfer.engine.restarts import DELAYS, STABLE_SECONDS, Restarts
 from novainfer.entrypoints.children import ChildState, Phase
 from novainfer.entrypoints.replacements import Replacements
-from novainfer.entrypoints.vitals import felt, forgive, hang, heard
+from novainfer.entrypoints.vitals import STOPPED_TIMEOUT, Watch, felt, forgive, hang, heard
 from novainfer.protocol.supervision import RankPulse
 
 pytestmark = pytest.mark.unit
@@ -41,12 +41,23 @@ def test_given_a_silent_rank_when_its_patience_is_over_then_it_hangs(phase: Phas
     assert words([rank(phase=phase)], patience + 0.1) == f"worker 0 hangs: silent for {patience + 0.1:.1f} s"
 
 
-def test_given_a_loading_rank_that_is_stopped_when_it_is_silent_then_it_hangs_as_soon_as_a_ready_one() -> None:
-    assert words([rank(phase=Phase.STARTED)], 4.0, stopped=True) is None
-    assert words([rank(phase=Phase.STARTED)], 4.1, stopped=True) == "worker 0 hangs: silent for 4.1 s"
+@pytest.mark.parametrize("phase", [Phase.STARTED, Phase.READY])
+@pytest.mark.parametrize("role", ["worker", "scheduler", "gateway"])
+def test_given_a_stopped_process_when_it_is_silent_for_a_second_then_it_hangs(role: str, phase: Phase) -> None:
+    child = ChildState(role, 0, 1, phase)
+    heard(child, 0.0)
+    assert words([child], STOPPED_TIMEOUT, stopped=True) is None
+    assert words([child], STOPPED_TIMEOUT + 0.1, stopped=True) == f"{role} 0 hangs: silent for 1.1 s"
 
 
-@pytest.mark.parametrize(("stopped", "patience"), [(True, 4.0), (False, 60.0)])
+def test_given_a_ready_gateway_when_it_is_silent_then_it_has_the_patience_of_a_long_call() -> None:
+    child = ChildState("gateway", 0, 1, Phase.READY)
+    heard(child, 0.0)
+    assert words([child], 60.0) is None
+    assert words([child], 60.1) == "gateway 0 hangs: silent for 60.1 s"
+
+
+@pytest.mark.parametrize(("stopped", "patience"), [(True, STOPPED_TIMEOUT), (False, 60.0)])
 def test_given_a_process_that_has_not_said_a_word_when_its_patience_is_over_then_it_hangs(
     stopped: bool, patience: float
 ) -> None:
@@ -91,6 +102,43 @@ def test_given_a_supervisor_that_was_away_when_it_is_back_then_nobody_is_to_blam
     child = rank()
     forgive([child], 100.0)
     assert words([child], 103.0) is None
+
+
+class Server:
+    """One process of each kind, all stopped or none; `watch` is what the supervisor does with its turns."""
+
+    def __init__(self) -> None:
+        self.children = [ChildState(role, 0, 1, Phase.READY) for role in ("worker", "scheduler", "gateway")]
+        self.children.append(ChildState("gateway", 1, 1, spawned_at=0.0))
+        self.stopped: list[ChildState] = []
+        self._watch = Watch(CONFIG, lambda child: child in self.stopped)
+
+    def turns(self, begin: float, end: float) -> list[str]:
+        """Look four times a second; who is not stopped has just sent a pulse. The names of those who hang."""
+        hung: list[str] = []
+        for turn in range(int(begin * 4), int(end * 4) + 1):
+            for child in self.children:
+                if child not in self.stopped:
+                    heard(child, turn / 4)
+            hung += [child.name for child, _ in self._watch.look(self.children, turn / 4)]
+        return hung
+
+
+def test_given_a_whole_server_that_was_stopped_when_others_go_on_after_the_supervisor_then_nobody_hangs() -> None:
+    server = Server()
+    assert server.turns(0.0, 5.0) == []
+    server.stopped = list(server.children)
+    assert server.turns(8.0, 9.0) == []  # only the supervisor runs
+    server.stopped = []
+    assert server.turns(9.25, 20.0) == []
+
+
+def test_given_a_whole_server_that_was_stopped_when_others_do_not_go_on_then_each_of_them_hangs() -> None:
+    server = Server()
+    server.stopped = [server.children[3]]  # it has not said a word
+    server.turns(0.0, 0.0)
+    server.stopped = list(server.children)
+    assert server.turns(8.0, 9.25) == ["worker 0", "scheduler 0", "gateway 0", "gateway 1"]
 
 
 def test_given_deaths_without_a_step_when_there_were_six_then_it_is_given_up() -> None:

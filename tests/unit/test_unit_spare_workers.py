@@ -1,0 +1,146 @@
+"""The thread that runs the worker groups, and what it does about spare ones: over a group that starts nothing."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from novainfer.engine import restarts
+from novainfer.entrypoints.worker_thread import MAX_SPARE_FAILURES, WorkerThread
+
+pytestmark = pytest.mark.unit
+
+PATIENCE = 60  # seconds; only a failing test waits that long
+BLOCKS = 40
+
+
+class Group:
+    """Writes down what is asked of it; `fault` is what its spare dies of, again and again."""
+
+    def __init__(self) -> None:
+        self.calls: queue.Queue[tuple[object, ...]] = queue.Queue()
+        self.fault: Exception | None = None
+        self.prepare_fault: Exception | None = None
+        self.is_whole = True
+        self.tended = threading.Semaphore(0)
+        self._is_prepared = False
+
+    def start(self, epoch: int) -> None:
+        self.is_whole = True
+        self.calls.put(("start", epoch))
+
+    def is_alive(self) -> bool:
+        return self.is_whole
+
+    def prepare(self, num_blocks: int | None) -> None:
+        self.calls.put(("prepare", num_blocks))
+        if self.prepare_fault is not None:
+            raise self.prepare_fault
+        self._is_prepared = num_blocks is not None
+
+    def tend(self) -> bool:
+        self.tended.release()
+        if self.fault is not None and self._is_prepared:
+            self._is_prepared = False
+            raise self.fault
+        return self._is_prepared
+
+    def end(self) -> None:
+        self.calls.put(("end",))
+
+    def stop(self) -> None:
+        self.calls.put(("stop",))
+
+    def next_call(self) -> tuple[object, ...]:
+        return self.calls.get(timeout=PATIENCE)
+
+
+class Workers:
+    """A thread with its group, started."""
+
+    def __init__(self, num_spares: int) -> None:
+        self.group = Group()
+        self.lost = threading.Event()
+        self.thread = WorkerThread(lambda: self.group, self.lost.set, num_spares=num_spares)
+        self.thread.start(1)
+        assert [self.group.next_call() for _ in range(2)] == [("end",), ("start", 1)]
+
+
+@pytest.fixture
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    workers = Workers(getattr(request, "param", 1))
+    yield workers
+    assert workers.thread.stop(PATIENCE)
+
+
+@pytest.fixture
+def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "DELAYS", (0.0,) * 5)
+
+
+@pytest.mark.parametrize(("workers", "num_blocks"), [(0, None), (1, BLOCKS)], indirect=["workers"])
+def test_given_a_group_that_serves_when_it_prepares_then_a_spare_is_asked_for_only_where_there_shall_be_one(
+    workers: Workers, num_blocks: int | None
+) -> None:
+    workers.thread.prepare(BLOCKS)
+    assert workers.group.next_call() == ("prepare", num_blocks)
+
+
+def test_given_a_spare_when_the_group_dies_then_its_successor_is_started_and_the_next_spare_waits_to_be_asked_for(
+    workers: Workers,
+) -> None:
+    workers.thread.prepare(BLOCKS)
+    assert workers.group.next_call() == ("prepare", BLOCKS)
+    workers.group.is_whole = False
+    assert workers.lost.wait(PATIENCE)
+    assert workers.thread.losses.popleft() == (1, "a worker died")
+    workers.thread.replace(2, 0.0)
+    assert [workers.group.next_call() for _ in range(2)] == [("end",), ("start", 2)]
+    workers.thread.prepare(BLOCKS + 1)
+    assert workers.group.next_call() == ("prepare", BLOCKS + 1)
+
+
+@pytest.mark.usefixtures("no_delays")
+@pytest.mark.parametrize("where", ["fault", "prepare_fault"])
+def test_given_spares_that_fail_again_and_again_when_it_was_enough_then_there_are_no_more_and_the_group_serves_on(
+    workers: Workers, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    setattr(workers.group, where, RuntimeError("no memory"))
+    workers.thread.prepare(BLOCKS)
+    calls = [workers.group.next_call() for _ in range(MAX_SPARE_FAILURES + 1)]
+    assert calls == [("prepare", BLOCKS)] * MAX_SPARE_FAILURES + [("prepare", None)]
+    for _ in range(3):  # it goes on looking, and nothing comes of it
+        assert workers.group.tended.acquire(timeout=PATIENCE)
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert errors == ["the spare workers failed 5 times in a row (no memory): no more"]
+    assert workers.group.calls.empty()
+    assert not workers.thread.losses
+
+
+def test_given_a_spare_that_failed_when_the_group_dies_before_the_next_one_is_due_then_it_waits_to_be_asked_for(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers.group.fault = RuntimeError("no memory")
+    workers.thread.prepare(BLOCKS)
+    assert [workers.group.next_call() for _ in range(2)] == [("prepare", BLOCKS)] * 2  # the third is due in a second
+    workers.group.fault, workers.group.is_whole = None, False
+    assert workers.lost.wait(PATIENCE)
+    workers.thread.replace(2, 0.0)
+    assert [workers.group.next_call() for _ in range(2)] == [("end",), ("start", 2)]
+    for _ in range(8):  # two seconds
+        assert workers.group.tended.acquire(timeout=PATIENCE)
+    assert workers.group.calls.empty()
+
+
+def test_given_a_spare_that_loads_when_the_server_stops_then_the_group_is_stopped_and_nothing_else_is_done(
+    workers: Workers,
+) -> None:
+    workers.thread.prepare(BLOCKS)
+    assert workers.group.next_call() == ("prepare", BLOCKS)
+    assert workers.thread.stop(PATIENCE)
+    assert [workers.group.next_call() for _ in range(2)] == [("end",), ("stop",)]
+    assert workers.group.calls.empty()
