@@ -25,7 +25,7 @@ from bench.tenants import Job, LoadProcesses, Seen, Tenant, tokens_per_second
 NUM_LIGHT = 8
 HEAVY_STREAMS = 64
 WARM_SECONDS = 2.0  # of each phase, not counted
-SIZES = {"light": (64, 32), "heavy": (1500, 256), "equal": (128, 64), "overload": (64, 64)}  # tokens in, tokens out
+SIZES = {"light": (64, 32), "heavy": (1500, 256), "equal": (128, 64), "overload": (128, 256)}  # tokens in, tokens out
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ def overload(bench: Bench, seconds: float, factor: float) -> dict[str, Any]:
     most = bench.run([Tenant(key, 96, num_input, num_output)], warm + seconds / 3, 6)
     best = tokens_per_second(most, warm, warm + seconds / 3)
     rate = factor * best / num_output
-    start = memory()
+    start = usage()
     (seen,) = bench.run([Tenant(key, 0, num_input, num_output, rate)], warm + seconds, 7)
     good = tokens_per_second([seen], warm, warm + seconds)
-    end = memory()
+    end = usage()
     return {
         "max_output_throughput": best,
         "offered_requests_per_second": rate,
@@ -95,8 +95,13 @@ def overload(bench: Bench, seconds: float, factor: float) -> dict[str, Any]:
         **report.spread("refusal", [1000 * t for t in seen.refusals]),
         "failed_requests": len(seen.failures) + len(most[0].failures),
         "failures": sorted(set(seen.failures))[:5],
-        **{f"rss_start_mib {name}": value for name, value in start.items()},
-        **{f"rss_end_mib {name}": value for name, value in end.items()},
+        **{f"rss_start_mib {name}": value.rss_mib for name, value in start.items()},
+        **{f"rss_end_mib {name}": value.rss_mib for name, value in end.items()},
+        **{
+            f"cores {name}": (value.cpu_seconds - start[name].cpu_seconds) / (warm + seconds)
+            for name, value in end.items()
+            if name in start
+        },
     }
 
 
@@ -106,14 +111,25 @@ def jain_index(values: Sequence[float]) -> float:
     return sum(values) ** 2 / (len(values) * squares) if squares else 0.0
 
 
-def memory() -> dict[str, float]:
-    """MiB that each process of the server that we started holds, by its title."""
-    found: dict[str, float] = {}
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process holds, and the time on a core that it has had."""
+
+    rss_mib: float
+    cpu_seconds: float
+
+
+def usage() -> dict[str, Usage]:
+    """Of each process of the server that we started, by its title, and of those that make the load ('load')."""
+    found: dict[str, Usage] = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             title = " ".join(process.cmdline()).strip()
-            if title.startswith("novainfer: "):
-                found[title.removeprefix("novainfer: ")] = process.memory_info().rss / 2**20
+            if title.startswith("novainfer: ") or "multiprocessing.spawn" in title:
+                name = title.removeprefix("novainfer: ") if title.startswith("novainfer: ") else "load"
+                times, before = process.cpu_times(), found.get(name, Usage(0.0, 0.0))
+                rss = process.memory_info().rss / 2**20
+                found[name] = Usage(before.rss_mib + rss, before.cpu_seconds + times.user + times.system)
     return found
 
 

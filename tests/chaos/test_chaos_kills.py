@@ -90,12 +90,13 @@ TWO_RANKS: list[Disturb] = [
     kill_all_at_once,
     kill_one_after_the_other,
 ]
+FLAGS = {1: ("-tp", "1"), 2: ("-tp", "2")}  # one object each: pytest knows by that whether a server can be used again
 CASES = [
-    pytest.param(("-tp", str(ranks)), disturb, id=f"tp{ranks}-{disturb.__name__}")
+    pytest.param(FLAGS[ranks], disturb, id=f"tp{ranks}-{disturb.__name__}")
     for ranks, disturbances in ((1, ONE_RANK), (2, TWO_RANKS))
     for disturb in disturbances
 ]
-both_groups = pytest.mark.parametrize("undisturbed", [("-tp", "1"), ("-tp", "2")], indirect=True, ids=["tp1", "tp2"])
+both_groups = pytest.mark.parametrize("undisturbed", FLAGS.values(), indirect=True, ids=["tp1", "tp2"])
 
 
 @pytest.mark.parametrize(("undisturbed", "disturb"), CASES, indirect=["undisturbed"])

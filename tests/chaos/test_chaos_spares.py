@@ -16,8 +16,9 @@ pytestmark = [pytest.mark.stage2, pytest.mark.timeout(900)]
 
 RANK, SPARE = "worker 0.0", "worker 0.0 spare"
 STANDS_BY, SERVES_AGAIN, SPARE_LOST = "spare workers stand by", "serving again", "the spare workers are lost"
-one_rank = pytest.mark.parametrize("undisturbed", [("--spare-workers", "1")], indirect=True, ids=["tp1"])
-two_ranks = pytest.mark.parametrize("undisturbed", [("--spare-workers", "1", "-tp", "2")], indirect=True, ids=["tp2"])
+ONE, TWO = ("--spare-workers", "1"), ("--spare-workers", "1", "-tp", "2")
+one_rank = pytest.mark.parametrize("undisturbed", [ONE], indirect=True, ids=["tp1"])
+two_ranks = pytest.mark.parametrize("undisturbed", [TWO], indirect=True, ids=["tp2"])
 
 
 def wait_logged(server: RunningServer, words: str, times: int) -> None:
@@ -65,8 +66,8 @@ def test_given_spares_of_two_ranks_when_one_rank_dies_then_both_spares_become_th
 @pytest.mark.parametrize(
     ("undisturbed", "title", "number"),
     [
-        pytest.param(("--spare-workers", "1"), SPARE, KILL, id="tp1-kill"),
-        pytest.param(("--spare-workers", "1", "-tp", "2"), "worker 0.1 spare", KILL, id="tp2-kill"),
+        pytest.param(ONE, SPARE, KILL, id="tp1-kill"),
+        pytest.param(TWO, "worker 0.1 spare", KILL, id="tp2-kill"),
     ],
     indirect=["undisturbed"],
 )
