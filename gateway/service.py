@@ -67,6 +67,7 @@ class GatewayService:
             self.model_names[0], lambda: (client.info, client.stats, client.num_protocol_errors)
         )
         self.metrics.live.set_function(lambda: self.limits.num_live)
+        self.metrics.journal.set_function(lambda: self.client.num_live)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes)
         self.created = 0
@@ -154,7 +155,7 @@ class GatewayService:
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt. Raises `InvalidRequestError` without tokenising it if it is far too long."""
-        engine = self.client.info
+        engine = self.client.limits
         if engine is not None and not self.tokenizer.fits(text, engine.max_model_len):
             raise InvalidRequestError(
                 f"{len(text)} characters are far beyond this model's context of {engine.max_model_len} tokens.",

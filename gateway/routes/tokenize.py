@@ -26,11 +26,11 @@ async def tokenize(call: Call) -> Response:
             token_ids = await service.in_thread(
                 call.info, lambda: service.tokenizer.encode(prompt, add_special_tokens=special)
             )
-    info = service.client.info
+    limits = service.client.limits
     strings = [service.tokenizer.token(token_id) for token_id in token_ids] if request.return_token_strs else None
     answer = {
         "count": len(token_ids),
-        "max_model_len": info.max_model_len if info is not None else 0,
+        "max_model_len": limits.max_model_len if limits is not None else 0,
         "tokens": token_ids,
         "token_strs": strings,
     }

@@ -32,7 +32,7 @@ from novainfer.entrypoints.notify import notify
 from novainfer.entrypoints.progress import StartProgress
 from novainfer.entrypoints.ranks import dead_ranks, hold_rank, kill_ranks
 from novainfer.entrypoints.replacements import Replacements
-from novainfer.entrypoints.vitals import felt, forgive, hang, heard
+from novainfer.entrypoints.vitals import felt, felt_scheduler, forgive, group_hang, hang, heard
 from novainfer.entrypoints.wakeups import Wakeups
 from novainfer.entrypoints.worker_thread import WorkerThread
 from novainfer.protocol.supervision import (
@@ -219,7 +219,7 @@ class Supervisor:
                     felt(rank, report, time.monotonic())
             elif isinstance(report, SchedulerPulse):
                 if self.table.find(ROLE_SCHEDULER, report.replica, report.epoch) is not None:
-                    heard(self._scheduler, time.monotonic())
+                    felt_scheduler(self._scheduler, report, time.monotonic())
                     if report.num_steps:
                         self._replacements.step_ended()
             elif isinstance(report, WorkersFault):
@@ -278,9 +278,9 @@ class Supervisor:
         away, self._last_turn = now - self._last_turn, now
         if away > server.hang_timeout / 2:
             forgive(list(self.table.children.values()), now)
-        found = hang(self.table.of(ROLE_WORKER), server, now, is_stopped=is_stopped)
-        if found is not None:
-            self._lose_workers(found[1])
+        words = group_hang(self.table.of(ROLE_WORKER), self._scheduler, server, now, is_stopped=is_stopped)
+        if words is not None:
+            self._lose_workers(words)
         found = hang(self.table.of(ROLE_SCHEDULER), server, now, is_stopped=is_stopped)
         if found is not None:
             kill_all([found[0]])

@@ -6,20 +6,33 @@ from collections.abc import Callable, Sequence
 
 from novainfer.config import ServerConfig
 from novainfer.entrypoints.children import ChildState, Phase
-from novainfer.protocol.supervision import ROLE_WORKER, RankPulse
+from novainfer.protocol.supervision import ROLE_WORKER, RankPulse, SchedulerPulse
 
 
 def heard(child: ChildState, now: float) -> None:
     """It lives, and has just got somewhere."""
-    child.heard_at = child.moved_at = now
+    child.heard_at = child.moved_at = child.worked_at = now
 
 
 def felt(rank: ChildState, pulse: RankPulse, now: float) -> None:
     """A rank lives, and may have got on."""
+    if pulse.is_ready and rank.phase < Phase.READY:  # what it said of it was lost
+        rank.phase = Phase.READY
+        heard(rank, now)
     rank.heard_at = now
     if not pulse.is_busy or pulse.progress != rank.progress:
         rank.moved_at = now
+    if pulse.is_busy or pulse.progress != rank.progress:
+        rank.worked_at = now
     rank.is_busy, rank.progress = pulse.is_busy, pulse.progress
+
+
+def felt_scheduler(scheduler: ChildState, pulse: SchedulerPulse, now: float) -> None:
+    """A scheduler lives; what it waits for is not its fault."""
+    scheduler.heard_at = scheduler.moved_at = now
+    if not pulse.waits or pulse.num_steps != scheduler.progress:
+        scheduler.worked_at = now
+    scheduler.progress = pulse.num_steps
 
 
 def forgive(children: Sequence[ChildState], now: float) -> None:
@@ -49,3 +62,26 @@ def hang(
             if still > (config.hang_timeout if is_alone else config.stall_timeout):
                 return child, f"{child.name} hangs: no progress for {still:.1f} s"
     return None
+
+
+def group_hang(
+    ranks: Sequence[ChildState],
+    scheduler: ChildState,
+    config: ServerConfig,
+    now: float,
+    *,
+    is_stopped: Callable[[ChildState], bool],
+) -> str | None:
+    """Why the worker group cannot go on, if a rank hangs, or if the ranks and the scheduler wait for each other.
+
+    A link that was cut shows at its ends; one that has only fallen silent, or lost its reader, does not.
+    """
+    found = hang(ranks, config, now, is_stopped=is_stopped)
+    if found is not None:
+        return found[1]
+    if scheduler.phase not in (Phase.STARTED, Phase.READY) or any(rank.phase != Phase.READY for rank in ranks):
+        return None
+    still = min(now - child.worked_at for child in (scheduler, *ranks))
+    return (
+        f"the scheduler and its idle ranks wait for each other: {still:.1f} s" if still > config.hang_timeout else None
+    )
