@@ -15,11 +15,14 @@ export BUILD_KERNELS
 SERVE_ARGS ?=
 TEST_ARGS  ?= --suite all
 KILLS      ?= 20
+FAULTS     ?= 50
+MINUTES    ?= 60
+N          ?= 50
 CASES      ?= 2000
 SEED       ?= 0
 SEEDS      ?= 2000
 
-.PHONY: setup serve test check chaos fuzz sim bench clean
+.PHONY: setup serve test check chaos chaos-net soak cancels sigterm fuzz sim bench clean
 
 setup: $(STAMP)
 
@@ -55,6 +58,19 @@ check: setup
 # Long forms of tests that `make test` runs in short.
 chaos: setup
 	$(BIN)/python -m tests.chaos.kill_loop --kills $(KILLS)
+
+chaos-net: setup
+	$(BIN)/python -m tests.chaos.net_loop --faults $(FAULTS) --seed $(SEED)
+
+soak: setup
+	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED)
+
+cancels: N = 20000
+cancels: setup
+	$(BIN)/python -m tests.chaos.cancels --requests $(N) --seed $(SEED)
+
+sigterm: setup
+	$(BIN)/python -m tests.chaos.sigterm --rounds $(N) --seed $(SEED)
 
 # Simulated servers under faults, on all cores: SEEDS worlds from SEED on, each in both modes (docs/simulation.md).
 sim: setup

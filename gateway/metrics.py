@@ -53,6 +53,9 @@ class GatewayMetrics:
             "e2e_request_latency_seconds", "From the request to its last token.", _WHOLE_BUCKETS, model_name
         )
         self.live = Gauge("novainfer_gateway_live_requests", "Generations now live.", registry=self._registry)
+        self.journal = Gauge(
+            "novainfer_gateway_journal_entries", "Requests (one a prompt) in the journal.", registry=self._registry
+        )
 
     def http_request(self, method: str, handler: str, status: int) -> None:
         """Count one answer."""

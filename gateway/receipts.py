@@ -70,7 +70,7 @@ class Receipts:
         return {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
 
     def _receipt(self, prompt: PromptState, digest: str) -> dict[str, Any] | None:
-        engine, now = self.generation.engine, self.client.info
+        engine, now = self.generation.engine, self.client.limits
         choices = [
             ChoiceReceipt(output.num_tokens, token_hash(output.token_ids), output.finish_reason)
             for output in self.generation.outputs_of(prompt)

@@ -59,6 +59,7 @@ class GatewayService:
             self.model_names[0], lambda: (client.info, client.stats, client.num_protocol_errors)
         )
         self.metrics.live.set_function(lambda: self.limits.num_live)
+        self.metrics.journal.set_function(lambda: self.client.num_live)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes)
         self._digest = ModelDigest(config.model)
@@ -119,7 +120,7 @@ class GatewayService:
     @property
     def max_model_len(self) -> int:
         """Tokens that fit the model's context; 0 while that is not known."""
-        engine = self.client.info
+        engine = self.client.limits
         return 0 if engine is None else engine.max_model_len
 
     def check_model(self, name: str | None) -> str:

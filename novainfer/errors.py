@@ -42,7 +42,7 @@ class EngineError(NovaInferError):
 
 
 class PeerLostError(EngineError):
-    """A rank cannot reach another rank of its group: the fault is not its own."""
+    """A rank cannot reach another rank of its group, or its scheduler: the fault is not its own."""
 
 
 class ProtocolError(NovaInferError):

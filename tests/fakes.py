@@ -317,8 +317,8 @@ class ScriptedScheduler:
         )  # fmt: skip
 
     def _send_info(self) -> None:
-        limits = (self.vocab_size, self.max_model_len, 16, 100, 8)
-        self.send_all(EngineInfo(self.epoch, self.ready, *limits, self.mode))
+        limits = (self.vocab_size, self.max_model_len, 16, 100, 8, self.mode) if self.ready else ()
+        self.send_all(EngineInfo(self.epoch, self.ready, *limits))
 
     def _send(self, identity: bytes, message: object) -> None:
         if identity in self.links:

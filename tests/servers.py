@@ -21,6 +21,7 @@ START_PATIENCE = 240  # seconds; a cold start on a busy machine
 STOP_PATIENCE = 90
 _HELD = (
     "novainfer_gateway_live_requests",
+    "novainfer_gateway_journal_entries",
     "novainfer_num_requests_running",
     "novainfer_num_requests_waiting",
     "novainfer_kv_cache_usage_ratio",
@@ -36,14 +37,15 @@ class RunningServer:
         log: Path,
         environ: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
+        module: Sequence[str] = ("novainfer.entrypoints.cli",),
         leads_group: bool = False,
     ) -> None:
         """Start with these flags on a free port and wait until it is ready.
 
-        `prefix` is a command that runs the server as its only child, somewhere else. `leads_group`: the server's
-        process group has its pid, and nobody of ours is in it.
+        `prefix` is a command that runs the server as its only child, somewhere else. `module`: what Python runs, and
+        its first arguments. `leads_group`: the server's process group has its pid, and nobody of ours is in it.
         """
-        command = [*prefix, sys.executable, "-m", "novainfer.entrypoints.cli", "serve", "--port", "0", *flags]
+        command = [*prefix, sys.executable, "-m", *module, "serve", "--port", "0", *flags]
         self._log = log
         self._is_child = bool(prefix)
         self._lines: list[str] = []
@@ -132,6 +134,14 @@ class RunningServer:
             with self.http() as http:
                 http.get("/health")  # each look takes a while; nothing else to wait for from outside
         assert not held
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whoever does not stop it has it killed."""
+        if self.process.poll() is None:
+            self.kill()
 
     # -- its end ------------------------------------------------------------------------------------------------
 

@@ -17,11 +17,12 @@ PULSE_INTERVAL = 0.25  # seconds
 
 
 class Pulse:
-    """Reads `is_busy` and `progress`, which the rank's main thread writes; has a socket of its own."""
+    """Reads `is_busy`, `num_blocks` and `progress`, which the rank's main thread writes; has a socket of its own."""
 
     def __init__(self, context: zmq.Context[Any], supervisor: Endpoint | None, rank: int, epoch: int) -> None:
         """supervisor: None = nobody listens, and no thread is needed."""
         self.is_busy = True  # it loads
+        self.num_blocks = 0  # until it is ready
         self.progress: Callable[[], int] = int
         self._context = context
         self._supervisor = supervisor
@@ -46,6 +47,6 @@ class Pulse:
         socket = connect_push(self._context, self._supervisor)
         socket.set(zmq.LINGER, 0)
         while not self._is_over.wait(PULSE_INTERVAL):
-            pulse = RankPulse(self._rank, self._epoch, self.is_busy, self.progress())
+            pulse = RankPulse(self._rank, self._epoch, self.is_busy, self.progress(), self.num_blocks)
             socket.send(SUPERVISOR_SCHEMA.encode(pulse))
         socket.close()

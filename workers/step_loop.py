@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -58,14 +59,17 @@ def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
             pulse.progress = lambda: runner.progress
             loop = StepLoop(worker, place, socket, pulse)
             reports.send(ChildReady(ROLE_WORKER, place.rank, place.epoch, worker.info.num_blocks))
+            pulse.num_blocks = worker.info.num_blocks
             loop.run()
             worker.tp.close()
         except Exception as error:
             logger.exception("rank %d cannot go on", place.rank)
             message = f"{type(error).__name__}: {error}"
-            socket.send(WORKER_SCHEMA.encode(WorkerFault(place.epoch, place.rank, message)))
             peer_lost = isinstance(error, PeerLostError)
-            reports.send(ChildFault(ROLE_WORKER, place.rank, place.epoch, message, peer_lost))
+            with suppress(PeerLostError):
+                reports.send(ChildFault(ROLE_WORKER, place.rank, place.epoch, message, peer_lost))
+            with suppress(PeerLostError):
+                _send(socket, WORKER_SCHEMA.encode(WorkerFault(place.epoch, place.rank, message)))
             raise
         finally:
             socket.close(linger=_LAST_WORD_LINGER_MS)
@@ -121,7 +125,15 @@ class StepLoop:
         self._send(self._pending.popleft().finish())
 
     def _send(self, message: object) -> None:
-        self._socket.send(WORKER_SCHEMA.encode(message))
+        _send(self._socket, WORKER_SCHEMA.encode(message))
+
+
+def _send(socket: zmq.Socket[bytes], data: bytes) -> None:
+    """Raises `PeerLostError` where it would block for ever: ZeroMQ gives a connection up when a broken frame comes."""
+    try:
+        socket.send(data, zmq.NOBLOCK)
+    except zmq.Again:
+        raise PeerLostError("a broken frame has ended the connection") from None
 
 
 class Reports:
@@ -143,7 +155,7 @@ class Reports:
     def send(self, message: object) -> None:
         """Queue one record of SUPERVISOR_SCHEMA."""
         if self._socket is not None:
-            self._socket.send(SUPERVISOR_SCHEMA.encode(message))
+            _send(self._socket, SUPERVISOR_SCHEMA.encode(message))
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Report how far loading is."""

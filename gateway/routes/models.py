@@ -27,7 +27,7 @@ async def version(call: Call) -> Response:
 
 
 def _card(service: GatewayService, name: str) -> dict[str, Any]:
-    info = service.client.info
+    limits = service.client.limits
     return {
         "id": name,
         "object": "model",
@@ -35,5 +35,5 @@ def _card(service: GatewayService, name: str) -> dict[str, Any]:
         "owned_by": "novainfer",
         "root": service.model_names[0],
         "parent": None,
-        "max_model_len": info.max_model_len if info is not None and info.ready else None,
+        "max_model_len": limits.max_model_len if limits is not None else None,
     }

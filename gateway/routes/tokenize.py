@@ -25,11 +25,11 @@ async def tokenize(call: Call) -> Response:
         else:
             special = request.add_special_tokens is not False
             (token_ids,) = await call.encode(EncodeJob("prompt", [prompt.encode()], special))
-    info = service.client.info
+    limits = service.client.limits
     strings = [service.tokenizer.token(token_id) for token_id in token_ids] if request.return_token_strs else None
     answer = {
         "count": len(token_ids),
-        "max_model_len": info.max_model_len if info is not None else 0,
+        "max_model_len": limits.max_model_len if limits is not None else 0,
         "tokens": token_ids,
         "token_strs": strings,
     }

@@ -327,7 +327,8 @@ class Replica:
         if now < self._next_stats:
             return
         self._next_stats = now + BEAT_SECONDS
-        self._links.to_supervisor(SchedulerPulse(self._number, self._epoch, self._num_steps))
+        waits = not self._has_workers or (self._engine is not None and self._engine.scheduler.num_in_flight > 0)
+        self._links.to_supervisor(SchedulerPulse(self._number, self._epoch, self._num_steps, waits))
         beat: EngineStats | EngineInfo = self._engine_info()
         if self._engine is not None:
             beat = collect_stats(self._engine.scheduler, self._epoch, now - self._last_progress)

@@ -61,6 +61,7 @@ class ChildState:
     is_busy: bool = False
     progress: int = -1
     moved_at: float = 0.0  # when it was idle, or `progress` another one
+    worked_at: float = 0.0  # when it was not idle, or `progress` another one; a scheduler that waits for ranks is idle
     num_blocks: int = 0  # of a rank that is ready: its KV blocks
 
     @property

@@ -32,7 +32,7 @@ from novainfer.entrypoints.notify import notify
 from novainfer.entrypoints.progress import StartProgress
 from novainfer.entrypoints.ranks import dead_ranks, hold_rank, kill_ranks
 from novainfer.entrypoints.replacements import Replacements
-from novainfer.entrypoints.vitals import Watch, felt, heard
+from novainfer.entrypoints.vitals import Watch, felt, felt_scheduler, heard
 from novainfer.entrypoints.wakeups import Wakeups
 from novainfer.entrypoints.worker_thread import WorkerThread
 from novainfer.protocol.supervision import (
@@ -207,7 +207,7 @@ class Supervisor:
                     felt(rank, report, time.monotonic())
             elif isinstance(report, SchedulerPulse):
                 if self.table.find(ROLE_SCHEDULER, report.replica, report.epoch) is not None:
-                    heard(self._scheduler, time.monotonic())
+                    felt_scheduler(self._scheduler, report, time.monotonic())
                     if report.num_steps:
                         self._replacements.step_ended()
             elif isinstance(report, GatewayPulse):

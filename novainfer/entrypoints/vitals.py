@@ -6,22 +6,35 @@ from collections.abc import Callable, Sequence
 
 from novainfer.config import ServerConfig
 from novainfer.entrypoints.children import ChildState, Phase
-from novainfer.protocol.supervision import ROLE_GATEWAY, ROLE_SCHEDULER, ROLE_WORKER, RankPulse
+from novainfer.protocol.supervision import ROLE_GATEWAY, ROLE_SCHEDULER, ROLE_WORKER, RankPulse, SchedulerPulse
 
 STOPPED_TIMEOUT = 1.0  # seconds of silence that are enough of a process that the system says is stopped
 
 
 def heard(child: ChildState, now: float) -> None:
     """It lives, and has just got somewhere."""
-    child.heard_at = child.moved_at = now
+    child.heard_at = child.moved_at = child.worked_at = now
 
 
 def felt(rank: ChildState, pulse: RankPulse, now: float) -> None:
     """A rank lives, and may have got on."""
+    if pulse.num_blocks and rank.phase < Phase.READY:  # what it said of it was lost
+        rank.phase, rank.num_blocks = Phase.READY, pulse.num_blocks
+        heard(rank, now)
     rank.heard_at = now
     if not pulse.is_busy or pulse.progress != rank.progress:
         rank.moved_at = now
+    if pulse.is_busy or pulse.progress != rank.progress:
+        rank.worked_at = now
     rank.is_busy, rank.progress = pulse.is_busy, pulse.progress
+
+
+def felt_scheduler(scheduler: ChildState, pulse: SchedulerPulse, now: float) -> None:
+    """A scheduler lives; what it waits for is not its fault."""
+    scheduler.heard_at = scheduler.moved_at = now
+    if not pulse.waits or pulse.num_steps != scheduler.progress:
+        scheduler.worked_at = now
+    scheduler.progress = pulse.num_steps
 
 
 def forgive(children: Sequence[ChildState], now: float) -> None:
@@ -57,6 +70,19 @@ def hang(
     return None
 
 
+def standstill(ranks: Sequence[ChildState], scheduler: ChildState, config: ServerConfig, now: float) -> str | None:
+    """Why the worker group cannot go on, if its ranks and the scheduler wait for each other; all of them live.
+
+    A link that was cut shows at its ends; one that has only fallen silent, or lost its reader, does not.
+    """
+    if scheduler.phase not in (Phase.STARTED, Phase.READY) or any(rank.phase != Phase.READY for rank in ranks):
+        return None
+    still = min(now - child.worked_at for child in (scheduler, *ranks))
+    if still <= config.hang_timeout:
+        return None
+    return f"the scheduler and its idle ranks wait for each other: {still:.1f} s"
+
+
 class Watch:
     """Looks again and again, and counts silence only while it does so itself."""
 
@@ -74,7 +100,10 @@ class Watch:
         away, self._last_look = now - self._last_look, now
         if away > self._away:
             forgive(children, now)
-        groups = [[child for child in children if child.role == role] for role in (ROLE_WORKER, ROLE_SCHEDULER)]
-        groups += [[child] for child in children if child.role == ROLE_GATEWAY]
-        found = (hang(group, self._config, now, is_stopped=self._is_stopped) for group in groups)
+        ranks, schedulers = ([child for child in children if child.role == r] for r in (ROLE_WORKER, ROLE_SCHEDULER))
+        groups = [ranks, schedulers, *([child] for child in children if child.role == ROLE_GATEWAY)]
+        found = [hang(group, self._config, now, is_stopped=self._is_stopped) for group in groups]
+        if found[0] is None and found[1] is None:
+            words = standstill(ranks, schedulers[0], self._config, now)
+            found[0] = (ranks[0], words) if words is not None else None
         return [hung for hung in found if hung is not None]

@@ -69,21 +69,29 @@ class ChildFault:
 
 @dataclass(frozen=True, slots=True)
 class RankPulse:
-    """A rank lives, several times a second. `progress` grows with every layer; it may stand still unless `is_busy`."""
+    """A rank lives, several times a second. `progress` grows with every layer; it may stand still unless `is_busy`.
+
+    num_blocks: above 0 once it has said `ChildReady`, which may have been lost.
+    """
 
     rank: int
     epoch: int
     is_busy: bool
     progress: int
+    num_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPulse:
-    """The scheduler's loop turns, several times a second. `num_steps`: those that ended in this epoch."""
+    """The scheduler's loop turns, several times a second.
+
+    num_steps: those that ended in this epoch.   waits: for its ranks, to say hello or to answer a plan.
+    """
 
     replica: int
     epoch: int
     num_steps: int
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

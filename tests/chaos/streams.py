@@ -6,7 +6,7 @@ import json
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +104,7 @@ def events(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
 
 
 def read(server: RunningServer, path: str, body: dict[str, Any], told: Callable[[str, int], None]) -> Answer:
-    """One request to its end. `told` hears of its life: ("sent" | "event" | "resumed", tokens in the event)."""
+    """One request to its end. `told` hears of its life: ("sent" | "accepted" | "event" | "resumed", tokens)."""
     answer = Answer()
     body = {**_ALWAYS, **body}
     told("sent", 0)
@@ -119,6 +119,20 @@ def read(server: RunningServer, path: str, body: dict[str, Any], told: Callable[
     except httpx.TransportError as error:
         answer.error = repr(error)
     return answer
+
+
+def told_nobody(what: str, tokens: int) -> None:
+    """For `read`, where nobody wants to hear of it."""
+
+
+def read_all(server: RunningServer, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
+    """What a server says that nothing happens to. Raises RuntimeError if one of them fails."""
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda request: read(server, *request, told_nobody), requests))
+    failed = [answer.error for answer in answers if not answer.is_done or answer.error]
+    if failed:
+        raise RuntimeError(f"the undisturbed server failed: {failed[0]}")
+    return answers
 
 
 def _read_stream(
@@ -136,6 +150,7 @@ def _read_stream(
                 if reply.status_code != 200:
                     answer.error = f"{method}: {reply.status_code} {reply.read().decode()}"
                     return
+                told("accepted", 0)
                 for event_id, data in events(reply.iter_lines()):
                     told("event", answer.take(data))
                     place = event_id or place

@@ -113,6 +113,8 @@ def test_given_workers_that_are_replaced_when_probed_then_it_recovers_and_reques
     for path in ("/readyz", "/health"):
         assert pair.http.get(path).status_code == 503
         assert pair.http.get(path).json() == {"status": "unavailable", "reason": "recovering"}
+    assert pair.http.get("/v1/models").json()["data"][0]["max_model_len"] == pair.scheduler.max_model_len
+    assert pair.post("/tokenize", {"prompt": "hello"}).json()["max_model_len"] == pair.scheduler.max_model_len
     with pair.gateway.http() as other, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(other.post, CHAT, json={"messages": HELLO, "max_tokens": 2})
         pair.scheduler.wait_for(lambda: bool(pair.scheduler.live))

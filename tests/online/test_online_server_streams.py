@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -123,66 +120,3 @@ def test_given_a_loglikelihood_request_when_sent_then_prompt_and_output_are_scor
     assert len(values) > 4
     assert all(value is not None and value <= 0 for value in values[1:])
     assert scored.choices[0].text.startswith("NovaInfer is a server")
-
-
-async def leave(server: RunningServer, rng: random.Random) -> str:
-    """Send a request over a raw socket and go at a random moment: at once, in mid-stream, or by a cancel."""
-    address = urlsplit(server.base_url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    how = rng.choice(["close", "read", "read", "cancel", "finish"])
-    request_id = f"leave-{rng.getrandbits(64):x}"
-    body = json.dumps(
-        {
-            "messages": [{"role": "user", "content": f"{rng.choice(QUESTIONS)} {rng.randrange(50)}"}],
-            "stream": rng.random() < 0.8,
-            "n": rng.choice([1, 1, 1, 2]),
-            "max_tokens": 3 if how == "finish" else 400,
-            "ignore_eos": True,
-        }
-    ).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request_id}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode() + body)
-    await writer.drain()
-    if how == "read":
-        await reader.read(rng.randrange(1, 4000))
-    elif how == "cancel":
-        first = asyncio.create_task(reader.read(1))
-        await asyncio.wait([first], timeout=rng.random() * 0.05)
-        await post(server, f"/v1/requests/{request_id}/cancel")
-        first.cancel()
-    elif how == "finish":
-        assert b"200 OK" in await reader.read()
-    writer.close()
-    return how
-
-
-async def post(server: RunningServer, path: str) -> None:
-    address = urlsplit(server.base_url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
-    assert (await reader.read()).startswith((b"HTTP/1.1 200", b"HTTP/1.1 404"))
-    writer.close()
-
-
-def test_given_1000_cancels_and_disconnects_when_all_have_left_then_nothing_is_held(server: RunningServer) -> None:
-    rng = random.Random(0)
-
-    async def run() -> list[str]:
-        gate = asyncio.Semaphore(48)
-
-        async def one() -> str:
-            async with gate:
-                return await leave(server, rng)
-
-        return await asyncio.gather(*(one() for _ in range(1000)))
-
-    ways = asyncio.run(run())
-    assert set(ways) == {"close", "read", "cancel", "finish"}
-    server.wait_until_nothing_is_held()
-    with server.sdk() as client:
-        answer = client.chat.completions.create(
-            model="demo", messages=[{"role": "user", "content": QUESTIONS[0]}], temperature=0, max_completion_tokens=5
-        )
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 5

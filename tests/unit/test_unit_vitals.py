@@ -8,8 +8,8 @@ from novainfer.config import ServerConfig
 from novainfer.engine.restarts import DELAYS, STABLE_SECONDS, Restarts
 from novainfer.entrypoints.children import ChildState, Phase
 from novainfer.entrypoints.replacements import Replacements
-from novainfer.entrypoints.vitals import STOPPED_TIMEOUT, Watch, felt, forgive, hang, heard
-from novainfer.protocol.supervision import RankPulse
+from novainfer.entrypoints.vitals import STOPPED_TIMEOUT, Watch, felt, felt_scheduler, forgive, hang, heard, standstill
+from novainfer.protocol.supervision import RankPulse, SchedulerPulse
 
 pytestmark = pytest.mark.unit
 
@@ -96,6 +96,46 @@ def test_given_a_rank_that_waits_for_an_idle_one_when_time_passes_then_it_hangs_
     assert words([busy, idle], 5.0) == "worker 0 hangs: no progress for 5.0 s"
     pulse(idle, 5.0, is_busy=True, progress=8)
     assert words([busy, idle], 5.0) is None
+
+
+def parted(scheduler: ChildState, ranks: list[ChildState], now: float) -> bool:
+    return standstill(ranks, scheduler, CONFIG, now) is not None
+
+
+@pytest.mark.parametrize("phase", [Phase.STARTED, Phase.READY])  # nobody has said hello; a plan or its answer is due
+def test_given_idle_ranks_when_the_scheduler_waits_for_them_all_the_time_then_their_link_is_broken(
+    phase: Phase,
+) -> None:
+    scheduler, ranks = ChildState("scheduler", 0, 1, phase), [rank(0), rank(1)]
+    for second in range(6):
+        felt_scheduler(scheduler, SchedulerPulse(0, 1, 7, waits=True), second)
+        for each in ranks:
+            pulse(each, second, is_busy=False, progress=7)
+    assert not parted(scheduler, ranks, 4.0)
+    assert parted(scheduler, ranks, 4.1)
+    ranks[1].phase = Phase.STARTED
+    assert not parted(scheduler, ranks, 4.1)
+
+
+@pytest.mark.parametrize("sign", ["a layer", "a step", "an idle scheduler"])
+def test_given_a_scheduler_that_waits_when_anything_moves_then_the_link_is_well(sign: str) -> None:
+    scheduler, ranks = ChildState("scheduler", 0, 1, Phase.READY), [rank(0), rank(1)]
+    for second in range(9):
+        steps = SchedulerPulse(0, 1, second // 3 if sign == "a step" else 7, waits=sign != "an idle scheduler")
+        felt_scheduler(scheduler, steps, second)
+        pulse(ranks[0], second, is_busy=False, progress=7)
+        pulse(ranks[1], second, is_busy=False, progress=second // 3 if sign == "a layer" else 7)
+    assert not parted(scheduler, ranks, 9.0)
+
+
+def test_given_a_rank_whose_word_was_lost_when_its_pulse_says_that_it_is_ready_then_it_is() -> None:
+    child = ChildState("worker", 0, 1)
+    felt(child, RankPulse(0, 1, False, 0, num_blocks=9), 50.0)
+    assert (child.phase, child.num_blocks) == (Phase.READY, 9)
+    assert words([child], 54.1) is not None
+    child.phase = Phase.EXITED
+    felt(child, RankPulse(0, 1, False, 0, num_blocks=9), 51.0)
+    assert child.phase == Phase.EXITED
 
 
 def test_given_a_supervisor_that_was_away_when_it_is_back_then_nobody_is_to_blame() -> None:
