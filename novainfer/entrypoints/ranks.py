@@ -13,7 +13,10 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from novainfer.entrypoints.children import ChildState
+from novainfer.entrypoints.vitals import STOPPED_TIMEOUT
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,30 @@ def kill_ranks(ranks: Sequence[ChildState]) -> None:
     for rank, process_file in held:
         if not _is_dead(process_file, _KILL_PATIENCE_MS):
             logger.error("%s (pid %d) does not die", rank.name, rank.pid)
+
+
+class StrayRanks:
+    """Ranks that are stopped (SIGSTOP) before their first word, when only our Ray instance knows their pids."""
+
+    def __init__(self) -> None:
+        self._since: dict[psutil.Process, float] = {}
+
+    def kill_stopped(self, now: float) -> None:
+        """End those that have been stopped for a while. Ray will tell of their death. To be called again and again."""
+        stopped = filter(_is_stopped_rank, psutil.Process().children(recursive=True))
+        self._since = {process: self._since.get(process, now) for process in stopped}
+        for process, since in self._since.items():
+            if now - since > STOPPED_TIMEOUT:
+                logger.error("a rank (pid %d) was stopped before its first word", process.pid)
+                process.kill()
+
+
+def _is_stopped_rank(process: psutil.Process) -> bool:
+    try:
+        parent = process.parent() if process.status() == psutil.STATUS_STOPPED else None
+        return parent is not None and parent.name() == "raylet"
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_dead(process_file: int, timeout_ms: int) -> bool:

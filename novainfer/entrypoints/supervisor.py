@@ -30,7 +30,7 @@ from novainfer.entrypoints.children import (
 from novainfer.entrypoints.launch import Launch, standard_launch
 from novainfer.entrypoints.notify import notify
 from novainfer.entrypoints.progress import StartProgress
-from novainfer.entrypoints.ranks import dead_ranks, hold_rank, kill_ranks
+from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, hold_rank, kill_ranks
 from novainfer.entrypoints.replacements import Replacements
 from novainfer.entrypoints.vitals import Watch, felt, felt_scheduler, heard
 from novainfer.entrypoints.wakeups import Wakeups
@@ -81,6 +81,7 @@ class Supervisor:
         self._workers = WorkerThread(launch.workers, self._wakeups.nudge, num_spares=config.parallel.spare_workers)
         self._replacements = Replacements(config.server, time.monotonic())
         self._watch = Watch(config.server, is_stopped)
+        self._strays = StrayRanks()
         self._progress = StartProgress()
         self._fault: str | None = None
         self._stop_signals = 0  # SIGTERM, SIGINT or SIGHUP so far; the second ends the patience
@@ -228,6 +229,8 @@ class Supervisor:
             return
         if isinstance(report, ChildStarted):
             self.table.started(report)
+            if child.role == ROLE_WORKER:
+                heard(child, time.monotonic())  # it may stop or hang before its first pulse
             # Ranks behind --cluster-host may be on another host, where their pids mean nothing to us.
             if child.role == ROLE_WORKER and self._config.parallel.cluster_host is None:
                 process_file = hold_rank(child)
@@ -267,6 +270,8 @@ class Supervisor:
 
     def _find_hang(self) -> None:
         """What has not been heard of for too long is killed and replaced."""
+        if any(rank.phase == Phase.SPAWNED for rank in self.table.of(ROLE_WORKER)):
+            self._strays.kill_stopped(time.monotonic())
         for child, words in self._watch.look(list(self.table.children.values()), time.monotonic()):
             if child.role == ROLE_WORKER:
                 self._lose_workers(words, patience=0.0)

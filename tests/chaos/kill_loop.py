@@ -83,8 +83,13 @@ class Life:
     request: int
     times: list[float] = field(default_factory=list)
     num_resumed: int = 0
+    is_over: bool = False
     is_exact: bool = False
     error: str | None = None
+
+    def waits_since(self, at: float) -> bool:
+        """It was live then, and has had no event since."""
+        return not self.is_over and bool(self.times) and self.times[-1] <= at
 
 
 class Crowd:
@@ -126,12 +131,14 @@ class Crowd:
                 raise
             life.is_exact = answer == self._oracle[number]
             life.error = answer.error or (None if life.is_exact else _difference(answer, self._oracle[number]))
+            life.is_over = True
             if life.error is not None:
                 print(f"NOT EXACT: request {number}: {life.error[:600]}", file=sys.stderr, flush=True)
 
     def _told(self, life: Life, what: str) -> None:
         with self._changed:
-            life.times.append(time.monotonic())
+            if what in ("sent", "event"):
+                life.times.append(time.monotonic())
             life.num_resumed += what == "resumed"
             self.num_events += what == "event"
             self.num_sent += what == "sent"
@@ -201,9 +208,10 @@ class Nemesis:
         return [process for name, process in found if name.startswith(title) and " text " not in name]
 
     def _recover(self) -> None:
+        """Until every stream that was live at the blow has had an event since, or its end."""
+        struck = self.kills[-1].at
         self._server.wait_until_ready()
-        seen = self._crowd.num_events
-        self._crowd.wait(lambda: self._crowd.num_events > seen + 100)
+        self._crowd.wait(lambda: not any(life.waits_since(struck) for life in self._crowd.lives))
 
 
 def _name(process: psutil.Process) -> str:

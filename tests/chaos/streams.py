@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,9 @@ from tests.servers import RunningServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LENGTH = 160
+RETRY_SECONDS = (
+    0.1  # nobody tells a client when a port is open again; one that asks all the time takes the server's cores
+)
 _ALWAYS = {
     "stream": True,
     "stream_options": {"include_usage": True, "include_event_ids": True},
@@ -155,8 +159,10 @@ def _read_stream(
                     told("event", answer.take(data))
                     place = event_id or place
             return
-        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError):
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError) as error:
             assert server.process.poll() is None, server.errors
+            if isinstance(error, httpx.ConnectError):
+                time.sleep(RETRY_SECONDS)
             told("resumed", 0)
             method, url, sent = "GET", f"/v1/streams/{request_id}", {"params": {"after": place}}
 

@@ -53,6 +53,12 @@ def kill_the_scheduler_and_its_successor(server: RunningServer, streams: Streams
     strike(server, "scheduler 0", KILL)
 
 
+def stop_the_successor_of_a_rank(server: RunningServer, streams: Streams) -> None:
+    old = strike(server, "worker 0.0", KILL)
+    wait_replaced(server, "worker 0.0", old)
+    strike(server, "worker 0.0", STOP)  # it has hardly said a word, or none
+
+
 def kill_all_at_once(server: RunningServer, streams: Streams) -> None:
     strike(server, "worker 0.0", KILL)
     strike(server, "scheduler 0", KILL)
@@ -75,6 +81,7 @@ def kill_rays_control_store(server: RunningServer, streams: Streams) -> None:
 # Each with the group where it says more; `make chaos` has all of them with both.
 ONE_RANK: list[Disturb] = [
     kill_a_rank,
+    stop_the_successor_of_a_rank,
     stop_the_successor_of_the_scheduler,
     kill_the_scheduler_and_its_successor,
     kill_all_at_once,
