@@ -139,6 +139,12 @@ def test_given_random_disconnects_and_cancels_when_all_have_left_then_nothing_is
     assert pair.http.get("/health").status_code == 200
 
 
+def wait_for_half_a_prompt(pair: Pair) -> None:
+    """Block until the gateway has log-probabilities of the prompt of the request 'half'."""
+    live = pair.gateway.service._live
+    pair.scheduler.wait_for(lambda: any(generation.prompts[0].logprobs for _, generation in live.get("half", [])))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_given_an_echoed_prompt_with_logprobs_when_cancelled_while_it_is_computed_then_the_missing_ones_are_null(
     pair: Pair, stream: bool
@@ -156,7 +162,7 @@ def test_given_an_echoed_prompt_with_logprobs_when_cancelled_while_it_is_compute
 
     asking = threading.Thread(target=ask)
     asking.start()
-    pair.scheduler.wait_for(lambda: bool(pair.scheduler.live))
+    wait_for_half_a_prompt(pair)
     assert pair.http.post("/v1/requests/half/cancel").json()["cancelled"] is True
     asking.join(30)
     assert answers[-1]["choices"][0]["finish_reason"] == "cancelled"
@@ -181,7 +187,7 @@ def test_given_prompt_logprobs_when_cancelled_while_the_prompt_is_computed_then_
 
     asking = threading.Thread(target=ask)
     asking.start()
-    pair.scheduler.wait_for(lambda: bool(pair.scheduler.live))
+    wait_for_half_a_prompt(pair)
     assert pair.http.post("/v1/requests/half/cancel").json()["cancelled"] is True
     asking.join(30)
     assert answers[0]["choices"][0]["finish_reason"] == "cancelled"
