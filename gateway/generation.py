@@ -230,7 +230,12 @@ class Generation:
 def _split(item: TokenOutput, index: int) -> tuple[TokenOutput, TokenOutput]:
     """The tokens before this output index; the others, and the end."""
     count = index - item.index
-    head = replace(
-        item, token_ids=item.token_ids[:count], logprobs=item.logprobs[:count], finish_reason=None, stop_token_id=None
+    described = max(count - (len(item.token_ids) - len(item.logprobs)), 0)
+    told = replace(
+        item,
+        token_ids=item.token_ids[:count],
+        logprobs=item.logprobs[:described],
+        finish_reason=None,
+        stop_token_id=None,
     )
-    return head, replace(item, index=index, token_ids=item.token_ids[count:], logprobs=item.logprobs[count:])
+    return told, replace(item, index=index, token_ids=item.token_ids[count:], logprobs=item.logprobs[described:])

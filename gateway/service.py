@@ -27,6 +27,7 @@ from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
 from gateway.text_process import TextProcesses
 from novainfer.checkpoint import resolve_checkpoint, vocab_size
 from novainfer.client.engine_client import EngineClient
+from novainfer.client.journal import taken_over
 from novainfer.config import ServeConfig
 from novainfer.errors import InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import AddRequest, EngineInfo
@@ -193,19 +194,14 @@ class GatewayService:
     ) -> Generation:
         """Go on with a claimed stream, its prompts in order. Raises `InvalidRequestError` for a wrong `after`."""
         engine = self.engine_info()
-        requests = [request for _, request in prompts]
-        places = iter(parse_event_id(after, sum(request.params.n for request in requests)))
-        states = [
-            PromptState(
-                add.request_id,
-                add.prompt_token_ids,
-                add.params,
-                add.eos_token_ids,
-                record.echo,
-                told=list(islice(places, add.params.n)),
+        places = iter(parse_event_id(after, sum(request.params.n for _, request in prompts)))
+        states, requests = [], []
+        for record, add in prompts:
+            told = list(islice(places, add.params.n))
+            states.append(
+                PromptState(add.request_id, add.prompt_token_ids, add.params, add.eos_token_ids, record.echo, told)
             )
-            for record, add in prompts
-        ]
+            requests.append(taken_over(add, [max(place - 1, 0) for place in told]))
         return Generation(
             states,
             self.client.submit(*requests),

@@ -8,11 +8,8 @@ other; it may be killed at any moment. No process here outlives the gateway.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -42,7 +39,8 @@ from gateway.text_jobs import (
 from novainfer.errors import ConfigError, InvalidRequestError, ProtocolError
 from novainfer.text.chat_template import ChatTemplate
 from novainfer.text.tokenizer import Tokenizer
-from novainfer.transport.parent import PARENT_VARIABLE, die_with_parent
+from novainfer.transport.parent import die_with_parent
+from novainfer.transport.zygote import Zygote
 
 # Above what a text process has at its start. 8 MiB of digits, each a token, take 3 GiB (and the tokenizer, 15 s).
 MEMORY_BYTES = 4 * 1024**3
@@ -117,81 +115,6 @@ class TextWork:
         return parts
 
 
-class Zygote:
-    """Forks a text process for each order on `control`: a byte, the number of its lane, with the socket of its jobs.
-
-    The one that was in the lane before is killed. At the end of `control` all are.
-    """
-
-    def __init__(self, control: socket.socket, work: TextWork, title: str) -> None:
-        self._control = control
-        self._work = work
-        self._title = title
-        self._pids: dict[int, int] = {}
-        self._deaths, wakeup = socket.socketpair()
-        for end in (self._deaths, wakeup):
-            end.setblocking(False)
-        self._wakeup = wakeup
-
-    def run(self) -> int:
-        """Serve until the gateway closes its end; the exit status."""
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # only to be woken
-        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        gc.collect()
-        gc.freeze()  # a collection in a text process must not copy what it shares with us
-        while True:
-            ready, _, _ = select.select([self._control, self._deaths], [], [])
-            if self._deaths in ready:
-                self._deaths.recv(4096)
-                self._reap()
-            if self._control in ready:
-                order, files, _, _ = socket.recv_fds(self._control, 1, 1)
-                if not order:
-                    break
-                self._replace(order[0], files[0])
-        for lane in list(self._pids):
-            self._kill(lane)
-        return 0
-
-    def _reap(self) -> None:
-        for lane, pid in list(self._pids.items()):
-            if os.waitpid(pid, os.WNOHANG) != (0, 0):
-                del self._pids[lane]
-
-    def _kill(self, lane: int) -> None:
-        # Nobody but us waits for it, so the pid is still its own.
-        if (pid := self._pids.pop(lane, 0)) != 0:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-    def _replace(self, lane: int, file: int) -> None:
-        self._kill(lane)
-        os.environ[PARENT_VARIABLE] = str(os.getpid())
-        pid = os.fork()
-        if pid:
-            os.close(file)
-            self._pids[lane] = pid
-            return
-        status = 1
-        try:
-            self._become_text_process(lane, socket.socket(fileno=file))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-
-    def _become_text_process(self, lane: int, connection: socket.socket) -> None:
-        die_with_parent()
-        setproctitle(f"{self._title} {lane}")
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for end in (self._control, self._deaths, self._wakeup):
-            end.close()
-        limit_memory(MEMORY_BYTES)
-        serve(connection, self._work)
-
-
 def serve(connection: socket.socket, work: TextWork) -> None:
     """Do one job after the other until the other end is closed."""
 
@@ -245,7 +168,13 @@ def main(argv: list[str] | None = None) -> int:
         control.sendall(to_frame(Ready(str(error))))
         return 2
     control.sendall(to_frame(Ready()))
-    return Zygote(control, work, title).run()
+
+    def become(lane: int, connection: socket.socket) -> None:
+        setproctitle(f"{title} {lane}")
+        limit_memory(MEMORY_BYTES)
+        serve(connection, work)
+
+    return Zygote(control, become).run()
 
 
 if __name__ == "__main__":

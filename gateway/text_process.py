@@ -9,11 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from gateway.text_jobs import (
@@ -39,7 +36,7 @@ from novainfer.errors import (
     ProtocolError,
 )
 from novainfer.text.chat_template import RENDER_SECONDS
-from novainfer.transport.parent import PARENT_VARIABLE
+from novainfer.transport.zygote import ZygoteProcess
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +44,6 @@ RENDER_LIMIT = RENDER_SECONDS + 0.5  # seconds; first the template may end itsel
 JOB_LIMIT = 30.0  # seconds of a job, whoever waits for it
 UNWANTED_LIMIT = 0.25  # seconds of a job that nobody waits for any more; few are worth a new process
 START_LIMIT = 30.0  # seconds, for a zygote that has to read its files first
-CLOSE_LIMIT = 2.0  # seconds, for the zygote to end its children and itself
 JOB_ATTEMPTS = 2  # at a job whose process died
 START_ATTEMPTS = 3  # at a process that is ready; the zygote may have to be started first
 _LANES = (False, True)  # whether it is for long texts
@@ -61,10 +57,11 @@ class TextProcesses:
 
     def __init__(self, folder: Path, chat_template: str | None, *, index: int, count: Callable[[str], None]) -> None:
         """Starts the zygote; does not wait for it. In the end call `close`."""
-        command = ["--index", str(index), "--tokenizer", str(folder)]
+        arguments = ["--index", str(index), "--tokenizer", str(folder)]
         if chat_template is not None:
-            command += ["--chat-template", chat_template]
-        self._zygote = ZygoteProcess(command)
+            arguments += ["--chat-template", chat_template]
+        # One thread: it shall fork. (The tokenizers library starts some where it may.)
+        self._zygote = ZygoteProcess("gateway.text_child", arguments, {"TOKENIZERS_PARALLELISM": "false"})
         self._lanes = [Lane(self._zygote, count, is_long=is_long) for is_long in _LANES]
 
     @property
@@ -73,8 +70,16 @@ class TextProcesses:
         return self._zygote.pid
 
     def wait_ready(self) -> None:
-        """Block until the zygote has read its files, then start the text processes. Raises `ConfigError`."""
-        self._zygote.wait_ready()
+        """Block until the zygote has read its files, then start the text processes.
+
+        Raises `ConfigError` if it cannot read them, `EngineError` if it dies.
+        """
+        try:
+            ready = receive(self._zygote.control)
+        except (EOFError, OSError):
+            raise EngineError("The process that prepares texts died while it was started.") from None
+        if ready.fault:
+            raise ConfigError(ready.fault)
         for lane in self._lanes:
             lane.prepare()
 
@@ -153,6 +158,7 @@ class Lane:
         """Have the zygote start a process, in place of the one that is there; does not wait for it."""
         self._drop()
         self._socket = self._zygote.fork(self._number)
+        self._socket.setblocking(False)
 
     def submit(self, job: Job) -> Turn:
         """Put a job behind those that are there."""
@@ -291,75 +297,3 @@ async def _receive_exactly(loop: asyncio.AbstractEventLoop, connection: socket.s
             raise EOFError
         left = left[count:]
     return data
-
-
-class ZygoteProcess:
-    """The zygote: started at once, and anew whenever it is needed and gone."""
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._command = [sys.executable, "-P", "-m", "gateway.text_child", *arguments]
-        self._is_closed = False
-        self._start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def wait_ready(self) -> None:
-        """Block until it has read its files. Raises `ConfigError` if it cannot, `EngineError` if it dies."""
-        try:
-            ready = receive(self._control)
-        except (EOFError, OSError):
-            raise EngineError("The process that prepares texts died while it was started.") from None
-        if ready.fault:
-            raise ConfigError(ready.fault)
-        self._control.setblocking(False)
-
-    def fork(self, lane: int) -> socket.socket:
-        """Have it kill the text process of this lane, if there is one, and start the next: our end of its socket.
-
-        Does not wait: if that cannot be done, the socket ends before the process has said that it is ready.
-        """
-        if self._is_closed:
-            raise EngineError("The server is shutting down.")
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs:
-            if self._process.poll() is not None or not self._order(lane, theirs):
-                log.warning("the text zygote is started again")
-                self.kill()
-                self._control.close()
-                self._start()
-                self._control.setblocking(False)
-                self._order(lane, theirs)
-        return ours
-
-    def kill(self) -> None:
-        """Its text processes die with it."""
-        self._process.kill()
-        self._process.wait()
-
-    def close(self) -> None:
-        """End it and its text processes. Idempotent."""
-        self._is_closed = True
-        self._control.close()
-        try:
-            self._process.wait(CLOSE_LIMIT)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def _start(self) -> None:
-        # One thread: it shall fork. (The tokenizers library starts some where it may.)
-        environ = {**os.environ, "TOKENIZERS_PARALLELISM": "false", PARENT_VARIABLE: str(os.getpid())}
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            command = [*self._command, "--control", str(theirs.fileno())]
-            files = (theirs.fileno(),)
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ, pass_fds=files)
-
-    def _order(self, lane: int, file: socket.socket) -> bool:
-        try:
-            socket.send_fds(self._control, [bytes([lane])], [file.fileno()])
-        except OSError:
-            return False
-        return True

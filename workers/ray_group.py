@@ -1,18 +1,13 @@
 """Ray as the launcher of worker ranks: placement, life and death. Nothing of a step goes through it.
 
 Lives in the supervisor, or in the process of the offline engine; with `ray_instance` the only module that knows Ray.
-Torch is imported in the actors alone.
+Torch is imported in the processes of the ranks alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import secrets
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -20,60 +15,19 @@ from novainfer.config import SPARES_ON_GPUS, ParallelConfig, ServeConfig
 from novainfer.errors import ConfigError, EngineError
 from novainfer.transport.addresses import RunDir
 from workers.launch import RankLaunch, RankPlace
-from workers.ray_instance import RayInstance, import_ray, session_dir
-from workers.ray_spare import NextRanks
+from workers.rank_host import MAX_CALLS, RankHost
+from workers.ray_instance import RayInstance, import_ray
+from workers.ray_spare import SpareRanks
 
 logger = logging.getLogger(__name__)
 
 _PLACEMENT_TIMEOUT = 60.0  # seconds
 _KILL_PATIENCE = 5.0  # seconds
 _NO_EPOCH = 0  # of a spare
-_SPARE_NICENESS = 5
-
-
-class RankActor:
-    """What runs in an actor's process: one rank, for as long as it lives. Its calls run one after the other.
-
-    A rank's life is `run`; that of a spare one is `stand_by`, then `ping` now and then, then perhaps `serve`.
-    """
-
-    def __init__(self) -> None:
-        _keep_title()
-
-    def prepare(self) -> None:
-        """Import what a rank needs, while another process is still the rank."""
-        import workers.step_loop
-        import workers.worker  # noqa: F401
-
-    def run(self, launch_json: str) -> None:
-        """The life of the rank. Returns after Shutdown; whatever it raises ends the rank."""
-        launch = _begin(launch_json)
-        from workers.step_loop import run_rank
-
-        run_rank(launch)
-
-    def stand_by(self, launch_json: str) -> None:
-        """Do all that a rank does before its first word; raises what makes that impossible."""
-        self._launch = _begin(launch_json, " spare")
-        from workers.worker import Worker
-
-        with ThreadPoolExecutor(1, initializer=_yield_to_others) as pool:
-            self._worker = pool.submit(Worker.build, self._launch.config, self._launch.place, _no_progress).result()
-
-    def ping(self) -> None:
-        """Return: it stands by."""
-
-    def serve(self, epoch: int) -> None:
-        """From now on it is a rank of this epoch; the rest is as in `run`."""
-        launch = replace(self._launch, place=replace(self._launch.place, epoch=epoch))
-        _set_title(launch)
-        from workers.step_loop import run_rank
-
-        run_rank(launch, self._worker)
 
 
 class RayWorkerGroup:
-    """The ranks of one replica as Ray actors on one host, epoch after epoch, and the Ray instance that holds them."""
+    """The ranks of one replica, epoch after epoch: their hosts as Ray actors on one node, and the Ray instance."""
 
     def __init__(self, config: ServeConfig, run_dir: RunDir, *, replica: int = 0) -> None:
         self._config = config
@@ -82,12 +36,12 @@ class RayWorkerGroup:
         self._ray = RayInstance(config.parallel, run_dir.path)
         self._use_gpu = False
         self._placement: Any = None
-        self._actors: list[Any] = []  # one actor handle per rank
-        self._next: NextRanks | None = None  # on a CPU
+        self._hosts: list[Any] = []  # an actor handle per rank
+        self._spare: SpareRanks | None = None
         self._runs: list[Any] = []  # one object reference per rank, ready when the rank has ended
 
     def start(self, epoch: int) -> None:
-        """Place one actor per rank, in the Ray instance that is there or else in a new one. Does not wait for loading.
+        """Start all ranks, in the Ray instance that is there or else in a new one. Does not wait for loading.
 
         Call it from a thread that lives as long as the group. Importing Ray installs its SIGTERM handler in the main
         thread. Raises `ConfigError` if there are too few GPUs, `EngineError` if Ray has no room.
@@ -121,45 +75,45 @@ class RayWorkerGroup:
             logger.error("rank %d has ended: %s", self._runs.index(run), _reason(run))
         return not ended
 
-    def prepare(self, num_blocks: int | None) -> None:
-        """Start processes that import everything, for the next ranks, and with `num_blocks` a spare group.
-
-        Not on GPUs: Ray deals them out at a start.
-        """
-        if self._use_gpu or self._next is not None:
+    def prepare(self, num_blocks: int) -> None:
+        """Begin to load a spare group whose ranks have so many KV blocks each, unless there is one."""
+        if self._spare is not None:
             return
-        ranks, launches = range(self._config.parallel.tensor_parallel_size), None
-        if num_blocks is not None:
-            meeting_point = self._meeting_point()
-            launches = [self._launch(rank, _NO_EPOCH, meeting_point, num_blocks).to_json() for rank in ranks]
-        server = self._config.server
-        self._next = NextRanks(
-            [self._new_actor(rank) for rank in ranks],
-            launches,
-            load_timeout=server.start_timeout,
-            hang_timeout=server.hang_timeout,
+        server, meeting_point = self._config.server, self._meeting_point()
+        launches = [
+            self._launch(rank, _NO_EPOCH, meeting_point, num_blocks).to_json() for rank in range(len(self._hosts))
+        ]
+        self._spare = SpareRanks(
+            self._hosts, launches, load_timeout=server.start_timeout, hang_timeout=server.hang_timeout
         )
 
     def tend(self) -> bool:
         """Bring the spare group on: True once it stands by. Raises `EngineError` if it is lost. Never waits."""
-        if self._next is None:
+        if self._spare is None:
             return False
         try:
-            return self._next.tend()
+            return self._spare.tend()
         except EngineError:
-            self._next.kill()
-            self._next = None
+            self._drop_spare()
             raise
 
     def end(self) -> None:
-        """Kill the ranks; on GPUs, which the next ones need, wait until Ray has seen them end."""
+        """Kill the ranks and wait until they are dead; a spare group lives on. If a host is lost, all are replaced."""
         if not self._ray.is_there():  # it would be waited for; `start` begins anew
             return
-        for actor in self._actors:
-            import_ray().kill(actor, no_restart=True)
-        if self._runs and self._use_gpu:
-            import_ray().wait(self._runs, num_returns=len(self._runs), timeout=_KILL_PATIENCE)
-        self._actors, self._runs = [], []
+        ray = import_ray()
+        answers = [host.end.remote() for host in self._hosts]
+        waited = [*answers, *self._runs]
+        try:
+            if waited and ray.wait(waited, num_returns=len(waited), timeout=_KILL_PATIENCE)[1]:
+                raise EngineError("a rank's host does not answer")
+            ray.get(answers)
+        except (EngineError, ray.exceptions.RayError) as error:
+            logger.warning("the hosts of the ranks are replaced: %s", error)
+            for host in self._hosts:
+                ray.kill(host, no_restart=True)
+            self._hosts, self._spare = [], None
+        self._runs = []
 
     def stop(self, grace: float = 0.0) -> None:
         """Give ranks that were told to shut down `grace` seconds, kill the rest, end our Ray instance (idempotent).
@@ -170,14 +124,17 @@ class RayWorkerGroup:
             ray = import_ray()
             if self._runs:
                 ray.wait(self._runs, num_returns=len(self._runs), timeout=grace)
-            for actor in self._actors:
-                ray.kill(actor, no_restart=True)
-            if self._next is not None:
-                self._next.kill()
+            for host in self._hosts:
+                ray.kill(host, no_restart=True)
             if self._placement is not None:
                 ray.util.remove_placement_group(self._placement)
         self._ray.stop()
-        self._actors, self._next, self._runs, self._placement = [], None, [], None
+        self._hosts, self._spare, self._runs, self._placement = [], None, [], None
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare = None
 
     def _reserve(self) -> None:
         """Room for all ranks on one host: they meet in its file system and talk over its loopback."""
@@ -192,31 +149,30 @@ class RayWorkerGroup:
         logger.info("the ranks are on %s", _node_of(self._placement))
 
     def _place(self, epoch: int) -> None:
-        """One actor per rank: those of a spare group that stands by, else new ones or those that only import."""
-        following, self._next = self._next, None
-        if following is not None and following.can_serve():
-            self._actors = following.actors
-            self._runs = [actor.serve.remote(epoch) for actor in self._actors]
+        """Start all ranks: those of a spare group that stands by, else new ones."""
+        if self._spare is not None and self._spare.can_serve():
+            self._spare = None
+            self._runs = [host.serve.remote(epoch) for host in self._hosts]
             return
-        if following is not None and following.has_begun_to_load:
-            following.kill()
-            following = None
+        self._drop_spare()
         ranks = range(self._config.parallel.tensor_parallel_size)
-        self._actors = [self._new_actor(rank) for rank in ranks] if following is None else following.actors
+        if not self._hosts:
+            self._hosts = [self._new_host(rank) for rank in ranks]
         meeting_point = self._meeting_point()
         launches = [self._launch(rank, epoch, meeting_point).to_json() for rank in ranks]
-        self._runs = [actor.run.remote(launch) for actor, launch in zip(self._actors, launches, strict=True)]
+        self._runs = [host.run.remote(launch) for host, launch in zip(self._hosts, launches, strict=True)]
 
-    def _new_actor(self, rank: int) -> Any:
+    def _new_host(self, rank: int) -> Any:
         ray = import_ray()
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placement, rank)
         actor_class = ray.remote(
-            num_cpus=0,  # the placement group holds the CPU, for this rank and the next one
+            num_cpus=0,  # the placement group holds the CPU
             num_gpus=1 if self._use_gpu else 0,
             max_restarts=0,
             max_task_retries=0,
+            max_concurrency=MAX_CALLS,
             scheduling_strategy=strategy,
-        )(RankActor)
+        )(RankHost)
         return actor_class.remote()
 
     def _meeting_point(self) -> str:
@@ -250,45 +206,6 @@ def _node_of(placement: Any) -> str:
     return f"{addresses.get(node_id)} (Ray node {node_id})"
 
 
-def _begin(launch_json: str, title: str = "") -> RankLaunch:
-    """Make this process the rank that it is told to be."""
-    launch = RankLaunch.from_json(launch_json)
-    # A relative one is on the ranks' own host, which need not be the supervisor's.
-    meeting_point = os.path.join(session_dir(), launch.place.meeting_point)
-    launch = replace(launch, place=replace(launch.place, meeting_point=meeting_point))
-    logging.basicConfig(level=launch.config.server.log_level.upper())
-    _set_title(launch, title)
-    return launch
-
-
-def _yield_to_others() -> None:
-    """Niceness is a thread's own on Linux, and cannot be taken back: so a thread of its own loads a spare rank."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SPARE_NICENESS)
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    """Nobody waits."""
-
-
-def _set_title(launch: RankLaunch, more: str = "") -> None:
-    """Ray has taken the process title over, so only its own function changes it."""
-    import ray._raylet
-
-    raylet: Any = ray._raylet
-    if hasattr(raylet, "setproctitle"):
-        raylet.setproctitle(f"novainfer: worker {launch.replica}.{launch.place.rank}{more}")
-
-
-def _keep_title() -> None:
-    """Ray would give the process another title before and after each call. There is no public switch."""
-    import ray._private.worker
-
-    worker: Any = ray._private.worker
-    if hasattr(worker, "_changeproctitle"):
-        worker._changeproctitle = lambda title, next_title: contextlib.nullcontext()
-
-
 def _uses_gpu(config: ParallelConfig) -> bool:
     """Whether every rank gets a GPU, from the configuration and what Ray sees on the host that has most."""
     if config.device == "cpu":
@@ -303,7 +220,6 @@ def _uses_gpu(config: ParallelConfig) -> bool:
 def _reason(run: Any) -> str:
     ray = import_ray()
     try:
-        ray.get(run)
+        return ray.get(run) or "it was told to"
     except ray.exceptions.RayError as error:
         return str(error)
-    return "it was told to"

@@ -39,8 +39,8 @@ _ENVIRONMENT = {
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
     # Ray makes its workers nice to all others; on a CPU ours do the work that the others wait for.
     "RAY_worker_niceness": "0",
-    # A rank's process starts while Ray itself is still starting: let it use the time for the heaviest imports.
-    "RAY_preload_python_modules": "torch,transformers.models.auto.configuration_auto",
+    # Ray's workers start while Ray itself is still starting: the zygotes of the ranks shall use that time.
+    "RAY_preload_python_modules": "workers.ray_preload",
     # None: with its control store gone, Ray would try for five seconds to get rid of them before it lets us go on.
     "RAY_task_events_report_interval_ms": "0",
 }

@@ -1,4 +1,4 @@
-"""The ranks of the next group as Ray actors, before they are needed: they import everything, and a spare's stand by."""
+"""A spare worker group, process by process: from the order to load until it is needed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ logger = logging.getLogger(__name__)
 _ASK_INTERVAL = 1.0  # seconds between two questions to ranks that stand by
 
 
-class NextRanks:
-    """One actor per rank (see `RankActor`): nothing is asked of one before it has answered the last question."""
+class SpareRanks:
+    """A spare rank in each host (see `RankHost`): nothing is asked of one before it has answered the last question."""
 
-    def __init__(
-        self, actors: list[Any], launches: list[str] | None, *, load_timeout: float, hang_timeout: float
-    ) -> None:
-        """launches: of a spare group, a `RankLaunch` as JSON for each rank; None: to import everything is enough.
+    def __init__(self, hosts: list[Any], launches: list[str], *, load_timeout: float, hang_timeout: float) -> None:
+        """launches: a `RankLaunch` as JSON for each rank.
 
         load_timeout, hang_timeout: seconds that a spare rank may take to stand by, and to answer then.
         """
-        self.actors = actors
-        self._launches = launches
+        self._hosts = hosts
         self._load_timeout, self._hang_timeout = load_timeout, hang_timeout
         self._began = self._asked_at = self._looked_at = time.monotonic()
-        self._answers = [actor.prepare.remote() for actor in actors]
-        self.has_begun_to_load = False
+        self._answers = [host.stand_by.remote(launch) for host, launch in zip(hosts, launches, strict=True)]
         self._stands_by = False
 
     def tend(self) -> bool:
@@ -37,8 +33,6 @@ class NextRanks:
 
         Raises `EngineError` if a rank is dead, has failed, or does not answer.
         """
-        if self._launches is None:
-            return False
         now = time.monotonic()
         if now - self._looked_at > _ASK_INTERVAL:  # we were away ourselves: the answers may have been, too
             self._asked_at = now
@@ -47,35 +41,32 @@ class NextRanks:
         if not self._all_answer(timeout=0.0):
             if waited > (self._hang_timeout if self._stands_by else self._load_timeout):
                 raise EngineError(f"no answer for {waited:.1f} s")
-        elif not self.has_begun_to_load:
-            self.has_begun_to_load = True
-            self._ask(
-                [actor.stand_by.remote(launch) for actor, launch in zip(self.actors, self._launches, strict=True)]
-            )
         elif not self._stands_by:
             self._stands_by = True
             logger.info("spare workers stand by (%.1f s)", time.monotonic() - self._began)
         elif waited > _ASK_INTERVAL:
-            self._ask([actor.ping.remote() for actor in self.actors])
+            self._ping()
         return self._stands_by
 
     def can_serve(self) -> bool:
         """Whether all ranks stand by; asks them, and waits for `hang_timeout` at most: loading anew takes longer."""
         if not self._stands_by:
             return False
-        self._ask([actor.ping.remote() for actor in self.actors])
         try:
+            if not self._all_answer(timeout=self._hang_timeout):
+                return False
+            self._ping()
             return self._all_answer(timeout=self._hang_timeout)
         except EngineError:
             return False
 
     def kill(self) -> None:
-        """End the actors, whatever they do. Does not wait."""
-        for actor in self.actors:
-            import_ray().kill(actor, no_restart=True)
+        """End them, whatever they do. Does not wait."""
+        for host in self._hosts:
+            host.drop_spare.remote()
 
-    def _ask(self, answers: list[Any]) -> None:
-        self._answers, self._asked_at = answers, time.monotonic()
+    def _ping(self) -> None:
+        self._answers, self._asked_at = [host.ping.remote() for host in self._hosts], time.monotonic()
 
     def _all_answer(self, timeout: float) -> bool:
         ray = import_ray()
@@ -84,7 +75,7 @@ class NextRanks:
             try:
                 ray.get(answer)
             except ray.exceptions.RayActorError:
-                raise EngineError("a rank has died") from None
+                raise EngineError("a rank's host has died") from None
             except ray.exceptions.RayError as error:
                 raise EngineError(str(error).strip().splitlines()[-1]) from None
         return not missing

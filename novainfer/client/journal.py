@@ -7,7 +7,7 @@ entry takes each index once, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from novainfer.errors import ProtocolError
@@ -93,6 +93,16 @@ class JournalEntry:
     def finished_choices(self) -> list[int]:
         """The choices that an engine need not go on with."""
         return [c for c, reason in enumerate(self.finish_reasons) if reason is not None]
+
+
+def taken_over(request: AddRequest, told: Sequence[int]) -> AddRequest:
+    """A claimed request as the next gateway submits it, whose reader has `told[c]` tokens of choice c.
+
+    The tokens have come without their log-probabilities, so those that have yet to be told with them are sampled again.
+    """
+    if request.params.logprobs is None:
+        return request
+    return replace(request, emitted=[ids[:count] for ids, count in zip(request.emitted, told, strict=True)])
 
 
 def _only_new(output: TokenOutput, emitted: list[int]) -> TokenOutput:

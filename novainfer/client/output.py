@@ -87,9 +87,10 @@ class ChoiceOutput:
         delta = ChoiceDelta(self.choice)
         if self.finish_reason is not None:
             return delta
+        bare = len(output.token_ids) - len(output.logprobs)
         for position, token_id in enumerate(output.token_ids):
-            if position < len(output.logprobs):
-                delta.logprobs.append(self._logprob(output.logprobs[position]))
+            if position >= bare:
+                delta.logprobs.append(self._logprob(output.logprobs[position - bare]))
             delta.token_ids.append(token_id)
             last = position == len(output.token_ids) - 1
             delta.text += self._take(token_id, hidden=last and self._is_hidden_stop(output, token_id))

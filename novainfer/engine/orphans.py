@@ -74,8 +74,8 @@ def _as_message(request: Request, now: float) -> AddRequest:
     message = request.message
     params = message.params
     emitted = [_tokens(sequence) for sequence in request.sequences]
-    if params.logprobs is not None or params.prompt_logprobs is not None:
-        emitted = [[] for _ in emitted]  # only the gateway had them: they are computed again, and are the same
+    if params.prompt_logprobs is not None:
+        emitted = [[] for _ in emitted]  # only the gateway had them: all is computed again, and is the same
     deadline = max(request.deadline - now, 1e-3) if message.deadline > 0 else 0.0
     return replace(message, emitted=emitted, deadline=deadline)
 

@@ -58,25 +58,32 @@ def kill_ranks(ranks: Sequence[ChildState]) -> None:
 
 
 class StrayRanks:
-    """Ranks that are stopped (SIGSTOP) before their first word, when only our Ray instance knows their pids."""
+    """Processes that are stopped (SIGSTOP) while ranks are started: who has not said a word is known to Ray alone."""
 
     def __init__(self) -> None:
         self._since: dict[psutil.Process, float] = {}
 
     def kill_stopped(self, now: float) -> None:
-        """End those that have been stopped for a while. Ray will tell of their death. To be called again and again."""
-        stopped = filter(_is_stopped_rank, psutil.Process().children(recursive=True))
+        """End those that have been stopped for a while. Ray will tell of it. To be called again and again."""
+        raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+        stopped = [process for raylet in raylets for process in _below(raylet) if _is_stopped(process)]
         self._since = {process: self._since.get(process, now) for process in stopped}
         for process, since in self._since.items():
             if now - since > STOPPED_TIMEOUT:
-                logger.error("a rank (pid %d) was stopped before its first word", process.pid)
+                logger.error("a process of the ranks (pid %d) was stopped while they were started", process.pid)
                 process.kill()
 
 
-def _is_stopped_rank(process: psutil.Process) -> bool:
+def _below(process: psutil.Process) -> list[psutil.Process]:
     try:
-        parent = process.parent() if process.status() == psutil.STATUS_STOPPED else None
-        return parent is not None and parent.name() == "raylet"
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
         return False
 

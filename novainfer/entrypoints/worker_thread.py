@@ -31,15 +31,12 @@ class WorkerGroup(Protocol):
         """Whether every rank still lives."""
         ...
 
-    def prepare(self, num_blocks: int | None) -> None:
-        """Begin to get ready what makes the next start faster, unless it is there. Does not wait for it.
-
-        num_blocks: a whole spare group that stands by, each rank with room for so many KV blocks; None: no spare.
-        """
+    def prepare(self, num_blocks: int) -> None:
+        """Begin to load a spare group, unless there is one: each rank with room for so many KV blocks."""
         ...
 
     def tend(self) -> bool:
-        """Look after what `prepare` has begun: True once a spare group stands by. Never waits.
+        """Look after the spare group: True once it stands by. Never waits.
 
         Raises with the reason if it is lost; it is gone then, and `prepare` may be called again.
         """
@@ -87,10 +84,11 @@ class WorkerThread:
             self._news.notify()
 
     def prepare(self, num_blocks: int) -> None:
-        """The group serves, each rank with so many KV blocks: get ready for the next one."""
+        """The group serves, each rank with so many KV blocks: time for a spare one, if there shall be any."""
         with self._news:
-            self._num_blocks, self._prepare_at = num_blocks, time.monotonic()
-            self._news.notify()
+            if self._has_spares:
+                self._num_blocks, self._prepare_at = num_blocks, time.monotonic()
+                self._news.notify()
 
     def expect_end(self) -> None:
         """From now on ranks may end by themselves: the scheduler is about to tell them to."""
@@ -152,22 +150,20 @@ class WorkerThread:
         return self._prepare_at is not None and time.monotonic() >= self._prepare_at
 
     def _care(self, group: WorkerGroup, shall_prepare: bool) -> None:
-        """Prepare the next group, and see how far it is. Whatever becomes of it, the group that serves goes on."""
+        """Prepare a spare group, and see how far it is. Whatever becomes of it, the group that serves goes on."""
         try:
             if shall_prepare:
-                group.prepare(self._num_blocks if self._has_spares else None)
+                group.prepare(self._num_blocks)
             if group.tend():
                 self._spare_restarts.serves(time.monotonic())
         except Exception as error:
-            logger.debug("no preparation for the next worker group", exc_info=True)
-            if not self._has_spares:
-                return
+            logger.debug("no spare worker group", exc_info=True)
             delay = self._spare_restarts.delay(time.monotonic())
             if delay is None:
-                self._has_spares, delay = False, 0.0
+                self._has_spares = False
                 logger.error("the spare workers failed %d times in a row (%s): no more", MAX_SPARE_FAILURES, error)
-            else:
-                logger.warning("the spare workers are lost (%s); others in %g s", error, delay)
+                return
+            logger.warning("the spare workers are lost (%s); others in %g s", error, delay)
             with self._news:
                 if self._wanted is None:
                     self._prepare_at = time.monotonic() + delay

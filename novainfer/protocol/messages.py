@@ -123,7 +123,10 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """New tokens of one choice; `index` is the output index of `token_ids[0]`. Terminal if `finish_reason`."""
+    """New tokens of one choice; `index` is the output index of `token_ids[0]`. Terminal if `finish_reason`.
+
+    logprobs: those of its last tokens; tokens that a request brought along from another gateway have none.
+    """
 
     request_id: str
     choice: int

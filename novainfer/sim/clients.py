@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from novainfer.client.journal import taken_over
 from novainfer.client.session import Answer
 from novainfer.client.stream import RequestStream, StreamItem
 from novainfer.errors import EngineError, InvalidRequestError, NovaInferError, OverloadedError
@@ -52,6 +53,7 @@ class SimClient:
         self._patience = cluster.scenario.config.server.orphan_grace / 2
         self._claim_asked_at: float | None = None
         self._has_read_soon = False
+        self._num_brought = [0] * len(self._wanted)  # tokens that another gateway told
         self._begin_stream()
         world.at(spec.arrival, self._send)
 
@@ -195,8 +197,9 @@ class SimClient:
         wanted = []
         if message.params.logprobs is not None:
             history = hash_tokens(message.prompt_token_ids + self._got[output.choice], self.spec.salt)
-            for token_id in output.token_ids:
-                wanted.append(oracle_logprobs(history, token_id))
+            for index, token_id in enumerate(output.token_ids, output.index):
+                if index >= self._num_brought[output.choice]:
+                    wanted.append(oracle_logprobs(history, token_id))
                 history = hash_tokens((token_id,), history)
         if output.logprobs != wanted:
             raise Violation(f"{self._name}/{output.choice}: wrong log-probabilities at {output.index}")
@@ -319,11 +322,13 @@ class SimClient:
             return
         message = requests[0]
         emitted = [*message.emitted, *([] for _ in range(len(self._wanted) - len(message.emitted)))]
-        has_logprobs = message.params.logprobs is not None or message.params.prompt_logprobs is not None
+        is_whole = message.params.prompt_logprobs is None
         for got, claimed, wanted in zip(self._got, emitted, self._wanted, strict=True):
             # A last token that ended its choice is sampled again, to come with its end.
-            if claimed != wanted[: len(claimed)] or (len(claimed) < len(got) - 1 and not has_logprobs):
+            if claimed != wanted[: len(claimed)] or (len(claimed) < len(got) - 1 and is_whole):
                 raise Violation(f"{self._name}: claimed {claimed} after {got}, of {wanted}")
+        message = taken_over(message, [len(got) for got in self._got])
+        self._num_brought = [len(ids) for ids in message.emitted]
         self._gateway = gateway
         gateway.on_death[self._name] = self._lose_gateway
         self._begin_stream()  # the session tells what the request brings along

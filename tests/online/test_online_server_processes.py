@@ -29,7 +29,7 @@ def mapped_files(process: psutil.Process) -> str:
 
 def test_given_two_ranks_when_started_then_titles_say_who_is_who(pair_of_ranks: RunningServer) -> None:
     texts = {"gateway 0 text zygote", "gateway 0 text 0", "gateway 0 text 1"}
-    ours = {"supervisor", "gateway 0", "scheduler 0", "worker 0.0", "worker 0.1"}
+    ours = {"supervisor", "gateway 0", "scheduler 0", "rank zygote", "worker 0.0", "worker 0.1"}
     assert set(pair_of_ranks.processes()) == ours | texts
 
 

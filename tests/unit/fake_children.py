@@ -45,7 +45,7 @@ def note(log: Path, *words: object) -> None:
 
 
 class FakeWorkers:
-    """A worker group that never computes; `die-once` kills the first one when it is to prepare for the next.
+    """A worker group that never computes; `die-once` kills the first one when it is to prepare a spare.
 
     Rank r has room for 8 - r blocks. `spare-fails`: no spare ever stands by.
     """
@@ -72,9 +72,9 @@ class FakeWorkers:
     def is_alive(self) -> bool:
         return self._is_alive and self._behaviour != "die"
 
-    def prepare(self, num_blocks: int | None) -> None:
+    def prepare(self, num_blocks: int) -> None:
         note(self._log, "prepare", num_blocks)
-        self._has_spare = num_blocks is not None
+        self._has_spare = True
         if self._behaviour == "die-once":
             self._behaviour, self._is_alive = "normal", False
 

@@ -36,11 +36,11 @@ class Group:
     def is_alive(self) -> bool:
         return self.is_whole
 
-    def prepare(self, num_blocks: int | None) -> None:
+    def prepare(self, num_blocks: int) -> None:
         self.calls.put(("prepare", num_blocks))
         if self.prepare_fault is not None:
             raise self.prepare_fault
-        self._is_prepared = num_blocks is not None
+        self._is_prepared = True
 
     def tend(self) -> bool:
         self.tended.release()
@@ -82,12 +82,12 @@ def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "DELAYS", (0.0,) * 5)
 
 
-@pytest.mark.parametrize(("workers", "num_blocks"), [(0, None), (1, BLOCKS)], indirect=["workers"])
-def test_given_a_group_that_serves_when_it_prepares_then_a_spare_is_asked_for_only_where_there_shall_be_one(
-    workers: Workers, num_blocks: int | None
-) -> None:
+@pytest.mark.parametrize("workers", [0], indirect=True)
+def test_given_no_spares_when_the_group_serves_then_none_is_asked_for(workers: Workers) -> None:
     workers.thread.prepare(BLOCKS)
-    assert workers.group.next_call() == ("prepare", num_blocks)
+    for _ in range(3):
+        assert workers.group.tended.acquire(timeout=PATIENCE)
+    assert workers.group.calls.empty()
 
 
 def test_given_a_spare_when_the_group_dies_then_its_successor_is_started_and_the_next_spare_waits_to_be_asked_for(
@@ -111,9 +111,9 @@ def test_given_spares_that_fail_again_and_again_when_it_was_enough_then_there_ar
 ) -> None:
     setattr(workers.group, where, RuntimeError("no memory"))
     workers.thread.prepare(BLOCKS)
-    calls = [workers.group.next_call() for _ in range(MAX_SPARE_FAILURES + 1)]
-    assert calls == [("prepare", BLOCKS)] * MAX_SPARE_FAILURES + [("prepare", None)]
-    for _ in range(3):  # it goes on looking, and nothing comes of it
+    calls = [workers.group.next_call() for _ in range(MAX_SPARE_FAILURES)]
+    assert calls == [("prepare", BLOCKS)] * MAX_SPARE_FAILURES
+    for _ in range(2 * MAX_SPARE_FAILURES):  # it goes on looking, and nothing comes of it
         assert workers.group.tended.acquire(timeout=PATIENCE)
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert errors == ["the spare workers failed 5 times in a row (no memory): no more"]

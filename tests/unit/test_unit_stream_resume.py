@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,9 +16,10 @@ from gateway.context import RequestInfo
 from gateway.generation import Generation, PromptState
 from gateway.metrics import GatewayMetrics
 from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
+from novainfer.client.journal import taken_over
 from novainfer.client.stream import RequestStream
 from novainfer.errors import InvalidRequestError
-from novainfer.protocol.messages import EngineInfo, TokenOutput
+from novainfer.protocol.messages import AddRequest, EngineInfo, Logprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
 from tests.chaos.streams import events
@@ -29,7 +31,7 @@ RECORD = StreamRecord(
     is_chat=True, response_id="chatcmpl-1", created=1, model="m", include_usage=False, continuous_usage=False,
     event_ids=True, token_ids=False, logprobs=False, echo=False, receipt=False,
 )  # fmt: skip
-Said = list[tuple[str, int, str, str | None]]  # (event id, choice, text, finish reason)
+Said = list[tuple[str, int, str, list[float], str | None]]  # (event id, choice, text, log-probabilities, finish reason)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +40,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def say(
-    tokenizer: Tokenizer, params: SamplingParams, outputs: list[TokenOutput], *, is_chat: bool, after: str = ""
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    outputs: list[TokenOutput],
+    *,
+    is_chat: bool,
+    after: str = "",
+    num_at_once: int = 1,
 ) -> Said:
-    """The events that a gateway writes which gets these outputs one by one, with all before `after` told."""
+    """What a gateway writes that gets these outputs, so many before it looks, and goes on after `after`."""
     stream = RequestStream(["r"], lambda *_: None)
     generation = Generation(
         [PromptState("r", [5, 6], params, [2], told=parse_event_id(after, params.n))],
@@ -51,29 +59,50 @@ def say(
         info=RequestInfo("r"),
         after_prompt=not is_chat,
     )
-    chunks = chunks_of(generation, replace(RECORD, is_chat=is_chat), None)
+    chunks = chunks_of(generation, replace(RECORD, is_chat=is_chat, logprobs=params.logprobs is not None), None)
     said: Said = []
-    for output in outputs:
-        stream.push(output)
+    for first in range(0, len(outputs), num_at_once):
+        for output in outputs[first : first + num_at_once]:
+            stream.push(output)
         lines = b"".join(chunks(delta) for delta in generation.take()).decode()
         for event_id, data in events(iter(lines.split("\n"))):
             for choice in json.loads(data)["choices"]:
                 text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-                said.append((event_id, choice["index"], text, choice["finish_reason"]))
+                said.append((event_id, choice["index"], text, told_logprobs(choice), choice["finish_reason"]))
     return said
 
 
-def whole(said: Said, choice: int) -> tuple[str, list[str | None]]:
+def told_logprobs(choice: dict[str, Any]) -> list[float]:
+    logprobs = choice.get("logprobs") or {}
+    return logprobs.get("token_logprobs") or [entry["logprob"] for entry in logprobs.get("content") or []]
+
+
+def whole(said: Said, choice: int) -> tuple[str, list[float], list[str | None]]:
     mine = [event for event in said if event[1] == choice]
-    return "".join(text for _, _, text, _ in mine), [reason for *_, reason in mine if reason]
+    logprobs = [logprob for *_, part, _ in mine for logprob in part]
+    return "".join(text for _, _, text, _, _ in mine), logprobs, [reason for *_, reason in mine if reason]
 
 
-def cut(token_ids: list[int], choice: int, sizes: list[int], *, late_end: bool, stops: bool) -> list[TokenOutput]:
-    """The outputs of one choice, in messages of these sizes (the last one again and again)."""
-    outputs: list[TokenOutput] = []
+def cut(
+    token_ids: list[int],
+    choice: int,
+    sizes: list[int],
+    *,
+    late_end: bool,
+    stops: bool,
+    brought: list[int],
+    logprobs: int | None,
+) -> list[TokenOutput]:
+    """The outputs of one choice, in messages of these sizes (the last one again and again).
+
+    brought: its first tokens, that the claimed request has brought along, without log-probabilities.
+    """
+    outputs = [TokenOutput("r", choice, 0, brought)] if brought else []
     while (index := sum(len(output.token_ids) for output in outputs)) < len(token_ids):
         size = sizes[min(len(outputs), len(sizes) - 1)]
-        outputs.append(TokenOutput("r", choice, index, token_ids[index : index + size]))
+        part = token_ids[index : index + size]
+        entries = [Logprobs(i, -i / 1000 - position, 1) for position, i in enumerate(part, index)]
+        outputs.append(TokenOutput("r", choice, index, part, logprobs=[] if logprobs is None else entries))
     if stops:  # the stop token is its last one
         outputs[-1] = replace(outputs[-1], finish_reason="stop", stop_token_id=token_ids[-1])
     elif late_end:
@@ -89,7 +118,8 @@ SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 @given(
     choices=CHOICES, sizes=SIZES, again=SIZES, is_chat=st.booleans(), late_end=st.booleans(), stops=st.booleans(),
-    stop=st.sampled_from([(), ("e",), ("qu", "a b"), ("zzz",)]),
+    stop=st.sampled_from([(), ("e",), ("qu", "a b"), ("zzz",)]), logprobs=st.sampled_from([None, 0]),
+    num_at_once=st.integers(1, 4),
 )  # fmt: skip
 def test_given_any_stream_when_cut_after_any_event_then_the_rest_makes_it_whole(
     tokenizer: Tokenizer,
@@ -100,20 +130,27 @@ def test_given_any_stream_when_cut_after_any_event_then_the_rest_makes_it_whole(
     late_end: bool,
     stops: bool,
     stop: tuple[str, ...],
+    logprobs: int | None,
+    num_at_once: int,
 ) -> None:
-    params = SamplingParams(n=len(choices), max_tokens=99, seed=1, stop=stop, stop_token_ids=(7,))
-    late = late_end and not stops
+    params = SamplingParams(n=len(choices), max_tokens=99, seed=1, stop=stop, stop_token_ids=(7,), logprobs=logprobs)
+    # A token that ended its choice is sampled again.
+    claimed = AddRequest("r", [5, 6], params, emitted=[ids[:-1] for ids in choices])
 
-    def outputs(sizes: list[int], late: bool) -> list[TokenOutput]:
-        by_choice = [cut(ids, c, sizes, late_end=late, stops=stops) for c, ids in enumerate(choices)]
+    def outputs(sizes: list[int], emitted: list[list[int]]) -> list[TokenOutput]:
+        by_choice = [
+            cut(ids, c, sizes, late_end=late_end and not stops, stops=stops, brought=emitted[c], logprobs=logprobs)
+            for c, ids in enumerate(choices)
+        ]
         return [part for c in range(max(map(len, by_choice))) for own in by_choice for part in own[c : c + 1]]
 
-    first = say(tokenizer, params, outputs(sizes, late), is_chat=is_chat)
+    first = say(tokenizer, params, outputs(sizes, [[] for _ in choices]), is_chat=is_chat)
     for number, (event_id, *_) in enumerate(first):
-        rest = say(tokenizer, params, outputs(again, late), is_chat=is_chat, after=event_id)
+        told = [max(place - 1, 0) for place in parse_event_id(event_id, len(choices))]
+        later = outputs(again, taken_over(claimed, told).emitted)
+        rest = say(tokenizer, params, later, is_chat=is_chat, after=event_id, num_at_once=num_at_once)
         for choice in range(len(choices)):
-            told, ends = whole(first[: number + 1] + rest, choice)
-            assert (told, ends) == whole(first, choice), event_id
+            assert whole(first[: number + 1] + rest, choice) == whole(first, choice), event_id
         if rest:
             assert rest[-1][0] == first[-1][0]
 

@@ -1,0 +1,109 @@
+"""A rank's place in Ray: an actor that holds the rank's resources and starts its processes, one after the other.
+
+The rank itself is a process of its own, forked from the host's zygote: so the next one is there in a hundredth of a
+second when it dies, and the actor lives on. Both end with the actor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import replace
+
+from novainfer.errors import EngineError
+from novainfer.transport.zygote import ZygoteProcess
+from workers.launch import RankLaunch
+from workers.rank_zygote import HERE, Order
+from workers.ray_instance import session_dir
+
+MAX_CALLS = 4  # at a time: a rank's life, and what is asked of a spare meanwhile
+_ZYGOTE_DIED = "its zygote has died"
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"  # Ray sets it once it knows what a worker is: after the zygote was started
+
+
+class RankHost:
+    """What runs in an actor's process. A call is over when what it is about has ended."""
+
+    def __init__(self) -> None:
+        self._zygote = _zygote()
+        self._slot = 0  # of the rank; the other one is the spare's
+        self._spare: RankProcess | None = None
+
+    def run(self, launch_json: str) -> str:
+        """The life of a rank: how it ended, empty if it was told to."""
+        return self._start(self._slot, launch_json, is_spare=False).wait_end()
+
+    def end(self) -> None:
+        """Kill the rank; `run` or `serve` then returns."""
+        self._zygote.kill_child(self._slot)
+
+    def stand_by(self, launch_json: str) -> None:
+        """Start a spare rank; returns when it has done all that a rank does before its first word.
+
+        Raises `EngineError` with its last words if it cannot, as `ping` does.
+        """
+        self._spare = self._start(1 - self._slot, launch_json, is_spare=True)
+        self._spare.wait_answer()
+
+    def ping(self) -> None:
+        """Return: the spare rank stands by."""
+        if self._spare is None:
+            raise EngineError("there is no spare rank")
+        self._spare.order(Order())
+        self._spare.wait_answer()
+
+    def serve(self, epoch: int) -> str:
+        """The life of the spare rank as a rank of this epoch, as `run`."""
+        if self._spare is None:
+            raise EngineError("there is no spare rank")
+        rank, self._spare = self._spare, None
+        self._slot = 1 - self._slot
+        rank.order(Order(epoch=epoch))
+        return rank.wait_end()
+
+    def drop_spare(self) -> None:
+        """Kill the spare rank."""
+        self._zygote.kill_child(1 - self._slot)
+
+    def _start(self, slot: int, launch_json: str, *, is_spare: bool) -> RankProcess:
+        launch = RankLaunch.from_json(launch_json)
+        # A relative one is on this host, which need not be the supervisor's.
+        meeting_point = os.path.join(session_dir(), launch.place.meeting_point)
+        launch = replace(launch, place=replace(launch.place, meeting_point=meeting_point))
+        environ = {name: value for name, value in os.environ.items() if name == _VISIBLE_GPUS}
+        process = RankProcess(self._zygote.fork(slot))
+        process.order(Order(launch.to_json(), is_spare, environ))
+        return process
+
+
+class RankProcess:
+    """The line to one rank's process; see `rank_zygote`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        with connection:
+            self._talk = connection.makefile("rw", encoding="utf-8")
+
+    def order(self, order: Order) -> None:
+        """Tell it something; if it is dead, the next wait says so."""
+        with contextlib.suppress(OSError):
+            self._talk.write(order.to_line())
+            self._talk.flush()
+
+    def wait_answer(self) -> None:
+        """Return when it has answered that it stands by. Raises `EngineError` if it ends instead."""
+        answer = self._talk.readline().rstrip("\n")
+        if answer != HERE:
+            raise EngineError(answer or _ZYGOTE_DIED)
+
+    def wait_end(self) -> str:
+        """Return its last words, or how it ended, once it is dead."""
+        with self._talk:
+            lines = [line.rstrip("\n") for line in self._talk]
+        return next((line for line in lines if line != HERE), _ZYGOTE_DIED)
+
+
+def _zygote() -> ZygoteProcess:
+    from workers.ray_preload import ZYGOTE
+
+    return ZYGOTE
