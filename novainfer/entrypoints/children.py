@@ -134,13 +134,18 @@ class ChildTable:
         ]
 
 
-def spawn(child: ChildState, command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Start `command` as this child, in a process group of its own: a Ctrl-C at the terminal reaches us alone.
-
-    Call it from the main thread: on Linux the child dies with the thread that started it.
-    """
-    child.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(environ), process_group=0)
+def spawn(child: ChildState, command: Sequence[str], standby: subprocess.Popen[bytes] | None = None) -> None:
+    """Start `command` as this child; standby: a process that does what the command would."""
+    child.process = start(command) if standby is None else standby
     child.pid, child.spawned_at = child.process.pid, time.monotonic()
+
+
+def start(command: Sequence[str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """A process, in a process group of its own: a Ctrl-C at the terminal reaches us alone.
+
+    Call it from the main thread: on Linux the process dies with the thread that started it.
+    """
+    return subprocess.Popen(command, stdin=stdin, env=child_environment(os.environ), process_group=0)
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from novainfer.config import ServeConfig
 from novainfer.entrypoints.children import python_module
 from novainfer.entrypoints.worker_thread import WorkerGroup
+from novainfer.protocol.supervision import ROLE_GATEWAY, ROLE_SCHEDULER
 from novainfer.transport.addresses import RunDir
+
+GATEWAY_MODULE = "gateway.process"
+SCHEDULER_MODULE = "novainfer.engine.server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,7 @@ class Launch:
     gateway: Callable[[int, int, int], Sequence[str]]  # index, its epoch, port or 0 -> command
     scheduler: Callable[[int, int], Sequence[str]]  # its epoch, that of the worker group -> command
     workers: Callable[[], WorkerGroup]  # not started; called in its own thread
+    standbys: Mapping[str, str] = field(default_factory=dict)  # see `Standbys`
 
 
 def standard_launch(config: ServeConfig, run_dir: RunDir) -> Launch:
@@ -30,14 +35,15 @@ def standard_launch(config: ServeConfig, run_dir: RunDir) -> Launch:
         return RayWorkerGroup(config, run_dir)
 
     def scheduler(epoch: int, group: int) -> list[str]:
-        return python_module("novainfer.engine.server", *where, "--epoch", str(epoch), "--group", str(group))
+        return python_module(SCHEDULER_MODULE, *where, "--epoch", str(epoch), "--group", str(group))
 
     def gateway(index: int, epoch: int, port: int) -> list[str]:
         again = ("--port", str(port)) if port else ()
-        return python_module("gateway.process", *where, "--index", str(index), "--epoch", str(epoch), *again)
+        return python_module(GATEWAY_MODULE, *where, "--index", str(index), "--epoch", str(epoch), *again)
 
     return Launch(
         gateway=gateway,
         scheduler=scheduler,
         workers=ray_workers,
+        standbys={ROLE_GATEWAY: GATEWAY_MODULE, ROLE_SCHEDULER: SCHEDULER_MODULE},
     )

@@ -20,18 +20,17 @@ from novainfer.entrypoints.children import (
     ChildState,
     ChildTable,
     Phase,
-    child_environment,
     exit_words,
     is_stopped,
     kill_all,
     send_signal,
-    spawn,
 )
 from novainfer.entrypoints.launch import Launch, standard_launch
 from novainfer.entrypoints.notify import notify
 from novainfer.entrypoints.progress import StartProgress
 from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, hold_rank, kill_ranks
 from novainfer.entrypoints.replacements import Replacements
+from novainfer.entrypoints.standby import Standbys
 from novainfer.entrypoints.vitals import Watch, felt, felt_scheduler, heard
 from novainfer.entrypoints.wakeups import Wakeups
 from novainfer.entrypoints.worker_thread import WorkerThread
@@ -79,6 +78,7 @@ class Supervisor:
         )
         self._wakeups = Wakeups(run_dir)
         self._workers = WorkerThread(launch.workers, self._wakeups.nudge, num_spares=config.parallel.spare_workers)
+        self._standbys = Standbys(launch.standbys)
         self._replacements = Replacements(config.server, time.monotonic())
         self._watch = Watch(config.server, is_stopped)
         self._strays = StrayRanks()
@@ -97,6 +97,7 @@ class Supervisor:
     ) -> None:
         """Nothing that was started may live on, whatever went wrong."""
         kill_all(self.table.alive(ROLE_GATEWAY, ROLE_SCHEDULER))
+        self._standbys.close()
         self._wakeups.__exit__(kind, error, trace)
 
     def run(self) -> int:
@@ -117,12 +118,10 @@ class Supervisor:
             self._spawn_gateway(child)
 
     def _spawn_scheduler(self) -> None:
-        command = self._launch.scheduler(self.epoch, self._worker_epoch)
-        spawn(self._scheduler, command, child_environment(os.environ))
+        self._standbys.spawn(self._scheduler, self._launch.scheduler(self.epoch, self._worker_epoch))
 
     def _spawn_gateway(self, child: ChildState) -> None:
-        command = self._launch.gateway(child.index, child.epoch, child.port)
-        spawn(child, command, child_environment(os.environ))
+        self._standbys.spawn(child, self._launch.gateway(child.index, child.epoch, child.port))
 
     @property
     def _scheduler(self) -> ChildState:
@@ -163,14 +162,16 @@ class Supervisor:
         if self._phase == Phase.STARTED and not self.table.behind(Phase.READY):
             self._phase = Phase.READY
             self._progress.announce(self._config, self.table.of(ROLE_GATEWAY)[0].port)
-            self._prepare_workers()
+            self._prepare()
         if self._replacements.is_going_on and not self.table.behind(Phase.READY):
             logger.info(
                 "serving again after %.2f s (epoch %d)", self._replacements.all_ready(time.monotonic()), self.epoch
             )
-            self._prepare_workers()
+            self._prepare()
 
-    def _prepare_workers(self) -> None:
+    def _prepare(self) -> None:
+        """Get ready for the next death."""
+        self._standbys.prepare()
         # A spare group has as many blocks as the one that serves, whatever the memory says by then.
         self._workers.prepare(min(rank.num_blocks for rank in self.table.of(ROLE_WORKER)))
 

@@ -77,6 +77,8 @@ def standstill(ranks: Sequence[ChildState], scheduler: ChildState, config: Serve
     """
     if scheduler.phase not in (Phase.STARTED, Phase.READY) or any(rank.phase != Phase.READY for rank in ranks):
         return None
+    if scheduler.heard_at is None:  # it has just been started, and has not told whether it waits
+        return None
     still = min(now - child.worked_at for child in (scheduler, *ranks))
     if still <= config.hang_timeout:
         return None

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 # Steps for which a tenant without live sequences is still counted: clients that send one request after the other are
 # away between two of them, and their share must not be gone when they come back.
 PRESENCE_STEPS = 256
+# Steps for which such a tenant also finds a free row: others wait for it, so it is only as long as a client needs.
+ROW_STEPS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +40,7 @@ class FairShares:
         self._tenants: dict[str, Tenant] = {}
         self._present: dict[str, Tenant] = {}
         self._total_weight = 0.0
+        self._step = 0
         self._floor = 0.0  # the counter of the tenant that was last served
 
     @property
@@ -71,6 +74,7 @@ class FairShares:
 
     def forget_absent(self, step: int) -> None:
         """Stop counting tenants that have been away for long. Called with each step."""
+        self._step = step
         if len(self._present) < 2:
             return
         gone = [
@@ -104,5 +108,11 @@ class FairShares:
         """Free rows that this tenant must leave to others who are present and have none; at most half of all."""
         if tenant.num_rows < self.rows_due(tenant, num_rows):
             return 0
-        without = sum(1 for other in self._present.values() if other.num_rows == 0 and other is not tenant)
+        without = sum(
+            1
+            for other in self._present.values()
+            if other.num_rows == 0
+            and other is not tenant
+            and (other.num_live or self._step - other.last_live_step < ROW_STEPS)
+        )
         return min(without, num_rows // 2)

@@ -117,6 +117,18 @@ def test_given_idle_ranks_when_the_scheduler_waits_for_them_all_the_time_then_th
     assert not parted(scheduler, ranks, 4.1)
 
 
+def test_given_ranks_that_were_idle_for_long_when_a_new_scheduler_says_nothing_yet_then_nobody_is_to_blame() -> None:
+    ranks = [rank(0), rank(1)]
+    for second in range(600):
+        for each in ranks:
+            pulse(each, second, is_busy=False, progress=7)
+    scheduler = ChildState("scheduler", 0, 2, Phase.STARTED)
+    assert not parted(scheduler, ranks, 600.0)
+    felt_scheduler(scheduler, SchedulerPulse(0, 2, 0, waits=True), 600.0)
+    assert not parted(scheduler, ranks, 604.0)
+    assert parted(scheduler, ranks, 604.1)
+
+
 @pytest.mark.parametrize("sign", ["a layer", "a step", "an idle scheduler"])
 def test_given_a_scheduler_that_waits_when_anything_moves_then_the_link_is_well(sign: str) -> None:
     scheduler, ranks = ChildState("scheduler", 0, 1, Phase.READY), [rank(0), rank(1)]

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from novainfer.scheduler.fairness import PRESENCE_STEPS, FairShares
+from novainfer.scheduler.fairness import PRESENCE_STEPS, ROW_STEPS, FairShares
 from novainfer.scheduler.queue import WaitingQueue
 from novainfer.scheduler.request import Sequence, make_request
 from tests.engine.engine_driver import make_message
@@ -148,3 +148,18 @@ def test_given_a_tenant_above_its_share_when_others_have_no_row_then_it_leaves_o
     assert shares.rows_kept_free(full, 15) == 2
     assert shares.rows_kept_free(full, 2) == 1
     assert shares.rows_kept_free(shares.of("idle"), 16) == 0
+
+
+def test_given_a_tenant_that_has_just_left_when_it_does_not_come_back_then_its_row_is_kept_free_for_a_moment() -> None:
+    shares = FairShares({})
+    for name in ("full", "gone"):
+        shares.enter(name, 1)
+    full = shares.of("full")
+    full.num_rows = 8
+    shares.leave("gone", step=10)
+    kept = []
+    for step in (10, 10 + ROW_STEPS - 1, 10 + ROW_STEPS):
+        shares.forget_absent(step)
+        kept.append(shares.rows_kept_free(full, 16))
+    assert kept == [1, 1, 0]
+    assert shares.num_present == 2

@@ -1,0 +1,85 @@
+"""Processes that have imported what a child runs, and wait to be told its arguments (`-m ... TITLE MODULE`).
+
+To import takes most of a gateway's start; who is to replace one that died has done it by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from setproctitle import setproctitle
+
+from novainfer.entrypoints.children import ChildState, python_module, spawn, start
+from novainfer.transport.parent import die_with_parent
+
+
+class Standbys:
+    """At most one process for each module. They are children of this process, which must have one thread to start them.
+
+    modules: by the title of its standby. Such a module has a `main(argv)` that gives the exit status.
+    """
+
+    def __init__(self, modules: Mapping[str, str]) -> None:
+        self._modules = dict(modules)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def prepare(self) -> None:
+        """Start those that are missing. Does not wait."""
+        for title, module in self._modules.items():
+            process = self._processes.get(module)
+            if process is None or process.poll() is not None:
+                command = python_module("novainfer.entrypoints.standby", title, module)
+                self._processes[module] = start(command, stdin=subprocess.PIPE)
+
+    def spawn(self, child: ChildState, command: Sequence[str]) -> None:
+        """Start this child: the process that waits for such a command, or a new one."""
+        spawn(child, command, self._take(command))
+
+    def _take(self, command: Sequence[str]) -> subprocess.Popen[bytes] | None:
+        for module in self._modules.values():
+            start = python_module(module)
+            if list(command[: len(start)]) == start and (process := self._processes.pop(module, None)) is not None:
+                return process if _tell(process, command[len(start) :]) else None
+        return None
+
+    def close(self) -> None:
+        """End those that still wait."""
+        for process in self._processes.values():
+            process.kill()
+            process.communicate()
+        self._processes.clear()
+
+
+def _tell(process: subprocess.Popen[bytes], arguments: Sequence[str]) -> bool:
+    """Whether it lives to hear its arguments."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError), process.stdin:
+            process.stdin.write(json.dumps(list(arguments)).encode() + b"\n")
+    return process.poll() is None
+
+
+def main(argv: list[str]) -> int:
+    """Wait for the arguments, then be what the module is: its exit status; 0 if nothing is to be done any more."""
+    title, module = argv
+    die_with_parent()
+    setproctitle(f"novainfer: standby {title}")
+    run: Any = importlib.import_module(module)
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    status: int = run.main(json.loads(line))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
