@@ -43,6 +43,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.2, "stop": ["zq", "ion"], "top_k": 50},
     {"temperature": 0.7, "min_p": 0.02, "repetition_penalty": 1.1, "min_tokens": 10},
 )
+HOST = "ray::RankHost"  # the actor that a rank's processes are below
 PAUSE_AROUND = 30.0  # seconds after a kill in which a pause counts as its doing
 
 
@@ -156,7 +157,7 @@ class Nemesis:
     BLOWS = (
         ("kill", "worker", 6), ("stop", "worker", 2), ("kill", "scheduler", 5), ("stop", "scheduler", 1),
         ("kill", "raylet", 1), ("kill", "gcs_server", 1), ("kill", "gateway", 3),
-        ("stop", "gateway", 1),
+        ("stop", "gateway", 1), ("kill", "rank zygote", 1), ("stop", "rank zygote", 1), ("kill", HOST, 1),
     )  # fmt: skip
     MOMENTS = ("any", "any", "request sent", "while loading", "just back")
 
@@ -204,6 +205,8 @@ class Nemesis:
     def _victims(self, title: str) -> list[psutil.Process]:
         if title in ("raylet", "gcs_server"):
             return [process for process in self._server.tree() if _name(process) == title]
+        if title == HOST:
+            return [process for process in self._server.tree() if _command(process).startswith(HOST)]
         found = sorted(self._server.processes().items())
         return [process for name, process in found if name.startswith(title) and " text " not in name]
 
@@ -217,6 +220,13 @@ class Nemesis:
 def _name(process: psutil.Process) -> str:
     try:
         return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return "".join(process.cmdline()[:1])
     except psutil.NoSuchProcess:
         return ""
 
