@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -122,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--control", type=int, required=True, help="file descriptor of the host's orders")
     options = parser.parse_args(argv)
     setproctitle("novainfer: rank zygote")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the supervisor decides
     import_all()
     control = socket.socket(fileno=options.control)
     return Zygote(control, lambda _, connection: be_rank(connection), tell_end=True).run()
