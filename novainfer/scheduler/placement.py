@@ -115,10 +115,13 @@ class Placement:
         if self._shares.num_present < 2:
             return
         rows = self.rows
+        if not any(self._shares.of(name).num_rows > 1 for name in rows.excess()):
+            return  # nobody has anything to give
         num_rows, num_blocks = rows.num_free, rows.kv.pool.num_free - self._reserve
-        for sequence in self._waiting.heads():
+        held = rows.blocks_by_tenant()
+        for sequence in self._waiting.heads()[: rows.num_rows]:
             needed = rows.kv.blocks_for(len(sequence.token_ids))
-            if sequence.num_pending or not self._is_owed(sequence, needed):
+            if sequence.num_pending or not self._is_owed(sequence, held[sequence.tenant], needed):
                 continue
             victims = self._victims_for(sequence, 1 - num_rows, needed - num_blocks)
             for victim in victims:
@@ -127,8 +130,8 @@ class Placement:
                 self._preempt(victim)
             num_rows, num_blocks = num_rows + len(victims) - 1, num_blocks - needed - 1
 
-    def _is_owed(self, sequence: Sequence, needed: int) -> bool:
-        """Its tenant holds less than half of its share, and not more than all of it with this sequence.
+    def _is_owed(self, sequence: Sequence, blocks: int, needed: int) -> bool:
+        """Its tenant, which holds so many blocks, has less than half of its share, and not more than all with this one.
 
         Those between a half and the whole wait until rows end by themselves: to correct small differences would cost
         more than it gives.
@@ -136,7 +139,6 @@ class Placement:
         tenant, rows = self._shares.of(sequence.tenant), self.rows
         due = self._shares.rows_due(tenant, rows.num_rows)
         blocks_due = self._shares.share(tenant) * rows.info.num_blocks
-        blocks = rows.blocks_by_tenant()[tenant.name]
         return tenant.num_rows * 2 < due and blocks * 2 < blocks_due and blocks + needed <= blocks_due
 
     def _victims_for(self, sequence: Sequence, num_rows: int, num_blocks: int) -> list[Sequence]:

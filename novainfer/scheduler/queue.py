@@ -9,11 +9,16 @@ from itertools import count
 from novainfer.scheduler.fairness import FairShares, Tenant
 from novainfer.scheduler.request import Sequence
 
+_VOID_ENTRIES = 64  # so few are not worth the work
+
 _Entry = tuple[tuple[int, ...], int, Sequence]
 
 
 class WaitingQueue:
-    """A heap per tenant with lazy removal: push and pop cost O(log n), peek O(tenants that wait), remove O(1)."""
+    """A heap per tenant with lazy removal: push and pop cost O(log n), peek O(tenants that wait), remove O(1).
+
+    Void entries are less than half of a heap, or a few.
+    """
 
     def __init__(self, shares: FairShares) -> None:
         self._shares = shares
@@ -39,14 +44,17 @@ class WaitingQueue:
 
     def peek(self, passing: Collection[str] = ()) -> Sequence | None:
         """Who is next, tenants in `passing` aside; None if nobody waits."""
-        return next(iter(self.heads(passing)), None)
+        return min(self._heads(passing), key=self._rank, default=None)
 
     def heads(self, passing: Collection[str] = ()) -> list[Sequence]:
         """The first of each tenant, the tenant that got least before the others; equal ones by arrival."""
-        found = [head for name in list(self._heaps) if name not in passing and (head := self._head(name))]
-        if len(found) > 1:
-            found.sort(key=lambda head: (self._shares.of(head.tenant).served, head.age))
-        return found
+        return sorted(self._heads(passing), key=self._rank)
+
+    def _heads(self, passing: Collection[str]) -> list[Sequence]:
+        return [head for name in list(self._heaps) if name not in passing and (head := self._head(name))]
+
+    def _rank(self, head: Sequence) -> tuple[float, tuple[int, int]]:
+        return self._shares.of(head.tenant).served, head.age
 
     def pop(self) -> Sequence:
         """Take the next one. Raises IndexError if the queue is empty."""
@@ -66,8 +74,12 @@ class WaitingQueue:
         if self._members.pop(sequence, None) is not None:
             tenant = self._tenant(sequence)
             tenant.num_waiting -= 1
+            heap = self._heaps[sequence.tenant]
             if tenant.num_waiting == 0:
                 del self._heaps[sequence.tenant]
+            elif len(heap) > 2 * tenant.num_waiting + _VOID_ENTRIES:
+                heap[:] = [entry for entry in heap if self._members.get(entry[2]) == entry[1]]
+                heapq.heapify(heap)
 
     def _tenant(self, sequence: Sequence) -> Tenant:
         return self._shares.of(sequence.tenant)

@@ -40,6 +40,7 @@ from novainfer.scheduler.request import Request, Sequence, make_request
 from novainfer.scheduler.rows import Rows
 from novainfer.scheduler.totals import Totals
 
+_VOID_DEADLINES = 64  # so few are not worth the work
 _RETRY_AFTER_S = 1.0  # before anything was measured
 _NOT_FINITE = "The model's output was not finite."
 _QUARANTINED = "This request made the engine fail again and again; it was given up (quarantined)."
@@ -70,7 +71,7 @@ class Scheduler:
         self._in_flight: deque[StepRecord] = deque()
         self._isolation = Isolation()
         self._reset(info)
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap of time, arrival, request id
         self._not_begun: OrderedDict[str, Request] = OrderedDict()  # in order of acceptance
         self._arrivals = 0
         self._step = 0
@@ -128,7 +129,7 @@ class Scheduler:
         self.totals.accepted += 1
         self.totals.prompt_tokens += request.prompt_len
         if request.deadline != float("inf"):
-            heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+            self._watch_deadline(request)
         if not any(message.emitted):
             self._not_begun[request.request_id] = request
         outputs = [output for sequence in request.sequences if (output := self._already_ended(sequence))]
@@ -156,13 +157,23 @@ class Scheduler:
         self._load.tick(now, busy=bool(self._in_flight))
         outputs = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, request = heapq.heappop(self._deadlines)
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            request = self.requests.get(request_id)
+            if request is None or request.arrival != arrival:
+                continue
             stage = "it waited in the queue" if request.request_id in self._not_begun else "its tokens were generated"
             for sequence in request.sequences:
                 if not sequence.finished:
                     error = f"The request's time limit passed while {stage}."
                     outputs.append(self._end(sequence, FINISH_ERROR, error=error))
         return outputs
+
+    def _watch_deadline(self, request: Request) -> None:
+        """Entries of requests that have ended stay until they are due, or more than half of all."""
+        if len(self._deadlines) > 2 * len(self.requests) + _VOID_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self.requests]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (request.deadline, request.arrival, request.request_id))
 
     def give_up_waiting(self, now: float) -> list[RequestRejected]:
         """Refuse what has had no step for `queue_timeout` seconds; it is forgotten here."""

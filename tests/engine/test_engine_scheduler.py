@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from novainfer.protocol.codec import MAX_MESSAGE_BYTES
 from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import WORKER_SCHEMA, RowPromptLogprobs, StepResult
 from novainfer.sampling.params import SamplingParams
+from novainfer.scheduler.request import Request
 from tests.engine.engine_driver import Driver, make_message
 from tests.oracle import OracleExecutor, oracle_stream
 
@@ -274,6 +276,27 @@ def test_given_a_resumed_request_that_had_ended_when_added_then_its_end_is_said_
     driver.run()
     assert driver.streams["a", 1] == expected(prompt_of(10), 1)
     assert_clean(driver)
+
+
+def test_given_requests_with_far_deadlines_when_they_have_ended_then_the_scheduler_does_not_keep_them() -> None:
+    scheduler = Driver(OracleExecutor()).engine.scheduler
+    gc.collect()
+    before = sum(type(thing) is Request for thing in gc.get_objects())
+    for number in range(1000):
+        scheduler.add(make_message(str(number), [1, 2, 3], deadline=1e9), 0.0)
+        scheduler.cancel(str(number))
+    gc.collect()
+    assert sum(type(thing) is Request for thing in gc.get_objects()) == before
+    assert len(scheduler._deadlines) < 100
+
+
+def test_given_a_request_id_that_comes_again_when_the_deadline_of_the_first_passes_then_the_second_lives() -> None:
+    scheduler = Driver(OracleExecutor()).engine.scheduler
+    scheduler.add(make_message("a", [1, 2, 3], deadline=5.0), 0.0)
+    scheduler.cancel("a")
+    scheduler.add(make_message("a", [1, 2, 3], deadline=50.0), 1.0)
+    assert scheduler.expire(6.0) == []
+    assert [output.finish_reason for output in scheduler.expire(51.0)] == ["error"]
 
 
 def test_given_a_deadline_when_it_passes_then_the_request_ends_with_an_error() -> None:

@@ -163,3 +163,15 @@ def test_given_a_tenant_that_has_just_left_when_it_does_not_come_back_then_its_r
         kept.append(shares.rows_kept_free(full, 16))
     assert kept == [1, 1, 0]
     assert shares.num_present == 2
+
+
+def test_given_sequences_that_leave_from_the_middle_when_many_have_then_the_queue_does_not_keep_them() -> None:
+    queue = WaitingQueue(FairShares({}))
+    first = sequence_of(0)
+    queue.push(first)
+    for arrival in range(1, 1000):
+        sequence = sequence_of(arrival)
+        queue.push(sequence)
+        queue.remove(sequence)
+    assert sum(len(heap) for heap in queue._heaps.values()) < 100
+    assert queue.pop() is first
