@@ -144,12 +144,13 @@ def _read_stream(
 ) -> None:
     """To its end; if the connection is lost, the rest is fetched from whoever listens at the port then."""
     request_id, place = f"chaos-{secrets.token_hex(8)}", ""
-    method, url, sent = "POST", path, {"json": body, "headers": {"x-request-id": request_id}}
+    post = {"json": body, "headers": {"x-request-id": request_id, "x-request-timeout": "600"}}
+    method, url, sent = "POST", path, post
     while True:
         try:
             with server.http() as http, http.stream(method, url, **sent) as reply:  # type: ignore[arg-type]
                 if reply.status_code == 404 and method == "GET" and not place:
-                    method, url, sent = "POST", path, {"json": body, "headers": {"x-request-id": request_id}}
+                    method, url, sent = "POST", path, post
                     continue  # it was never accepted
                 if reply.status_code != 200:
                     answer.error = f"{method}: {reply.status_code} {reply.read().decode()}"
