@@ -82,14 +82,17 @@ class RunningServer:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def processes(self) -> dict[str, psutil.Process]:
-        """Our processes by title, e.g. "supervisor", "gateway 0", "scheduler 0", "worker 0.1"; Ray's are not in it."""
+        """Our processes by title, e.g. "supervisor", "gateway 0", "scheduler 0", "worker 0.1".
+
+        Not Ray's, nor standbys: these come when there is time.
+        """
         found = {}
         for process in self.tree():
             try:
                 title = " ".join(process.cmdline()).strip("\0 ")
             except psutil.NoSuchProcess:  # it has just ended
                 continue
-            if title.startswith("novainfer: "):
+            if title.startswith("novainfer: ") and not title.startswith("novainfer: standby"):
                 found[title.removeprefix("novainfer: ")] = process
         return found
 

@@ -29,9 +29,12 @@ def hold_rank(rank: ChildState) -> int | None:
         return None
     try:
         process_file = os.pidfd_open(rank.pid)
-        title = Path(f"/proc/{rank.pid}/cmdline").read_bytes()
     except OSError:
         return None  # dead already: Ray will tell
+    try:
+        title = Path(f"/proc/{rank.pid}/cmdline").read_bytes()
+    except OSError:
+        title = b""
     if b"novainfer: worker" not in title:  # Ray's processes have other numbers for us, e.g. in another container
         os.close(process_file)
         return None

@@ -70,6 +70,19 @@ def kill_one_after_the_other(server: RunningServer, streams: Streams) -> None:
         streams.wait_tokens(40)
 
 
+def kill_the_zygote_of_a_rank(server: RunningServer, streams: Streams) -> None:
+    strike(server, "rank zygote", KILL)
+
+
+def kill_a_rank_and_stop_its_zygote(server: RunningServer, streams: Streams) -> None:
+    strike(server, "rank zygote", STOP)
+    strike(server, "worker 0.0", KILL)
+
+
+def kill_the_host_of_a_rank(server: RunningServer, streams: Streams) -> None:
+    server.processes()["rank zygote"].parent().kill()
+
+
 def kill_rays_raylet(server: RunningServer, streams: Streams) -> None:
     next(process for process in server.tree() if process.name() == "raylet").kill()
 
@@ -85,6 +98,7 @@ ONE_RANK: list[Disturb] = [
     stop_the_successor_of_the_scheduler,
     kill_the_scheduler_and_its_successor,
     kill_all_at_once,
+    kill_a_rank_and_stop_its_zygote,
     kill_rays_raylet,
     kill_rays_control_store,
 ]
@@ -96,6 +110,8 @@ TWO_RANKS: list[Disturb] = [
     kill_a_rank_and_its_successor,
     kill_all_at_once,
     kill_one_after_the_other,
+    kill_the_zygote_of_a_rank,
+    kill_the_host_of_a_rank,
 ]
 FLAGS = {1: ("-tp", "1"), 2: ("-tp", "2")}  # one object each: pytest knows by that whether a server can be used again
 CASES = [
