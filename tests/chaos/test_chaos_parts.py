@@ -72,7 +72,7 @@ def test_given_a_slope_when_judged_then_it_is_too_much_if_that_is_sure_and_more_
     what: str, slope: Slope, hours: float, grows: bool
 ) -> None:
     assert set(BOUNDS) == {"memory", "files", "threads", "children", "series"}
-    assert judge(what, 1e9, slope, hours) is grows
+    assert judge("gateway 0", what, 1e9, slope, hours) is grows
 
 
 def test_given_a_seed_when_leavings_are_drawn_then_there_are_all_and_none_that_makes_no_sense() -> None:
@@ -90,3 +90,9 @@ def test_given_a_seed_when_orders_are_drawn_then_there_are_all_kinds() -> None:
     assert {(order.moment, order.target) for order in orders} == {
         (moment, target) for moment in sigterm.MOMENTS for target in sigterm.TARGETS
     }
+
+
+def test_given_the_same_growth_when_it_is_of_ray_s_servers_then_more_is_allowed() -> None:
+    slope = Slope(0.1e9, 0.1e9, 0.1e9, 9)
+    assert judge("gateway 0", "memory", 1e9, slope, 1.0)
+    assert not judge("gcs_server", "memory", 1e9, slope, 1.0)
