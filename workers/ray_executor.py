@@ -49,6 +49,7 @@ class RayExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Send the plan to every rank."""
+        self._ranks.listen()  # first: what ranks said while they were idle is older than the plan
         self._ranks.submit(plan)
 
     def collect(self, timeout: float | None) -> StepResult | None:

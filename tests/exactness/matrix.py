@@ -147,6 +147,13 @@ class Runner:
         """Run all to their ends; answers of resumed requests begin after what was emitted."""
         config = how.config(self._model, self._dtype)
         engine = EngineCore(LocalExecutor(config), config)
+        return self.drive(engine, requests, how, rng), engine
+
+    def drive(
+        self, engine: EngineCore, requests: Sequence[AddRequest], how: Circumstance, rng: random.Random
+    ) -> Answers:
+        """The same on an engine that is there."""
+        config = how.config(self._model, self._dtype)
         answers: Answers = {(r.request_id, c): Answer() for r in requests for c in range(r.params.n)}
         waiting = list(requests)
         loss_steps = sorted(rng.randint(1, 60) for _ in range(how.losses))
@@ -163,7 +170,7 @@ class Runner:
             if outputs is not None:
                 _record(answers, outputs.outputs, outputs.prompt_logprobs)
             elif not waiting and engine.is_idle:
-                return answers, engine
+                return answers
         raise RuntimeError("the requests do not end")
 
     def references(self, cases: Sequence[AddRequest]) -> Answers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -35,3 +37,10 @@ def test_given_another_seed_when_compared_then_the_matrix_sees_it() -> None:
     references = runner.references(cases)
     others = [replace(case, params=replace(case.params, seed=(case.params.seed or 0) ^ 1)) for case in cases]
     assert list(compare(runner, others, references, Circumstance(max_num_seqs=4), random.Random(0)))
+
+
+def test_given_requests_over_all_features_when_two_ranks_compute_them_then_the_tokens_are_those_of_one() -> None:
+    command = [sys.executable, "-m", "tests.exactness.ranks", "--cases", "60"]  # Ray belongs to a process
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.startswith("60 cases, ")
