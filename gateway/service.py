@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 
 from gateway.body import ByteBudget
 from gateway.context import RequestInfo
@@ -23,22 +22,20 @@ from gateway.params import draw_seed, estimate_cost, resolve_params
 from gateway.quotas import quotas_of
 from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
-from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
+from gateway.stream_record import PromptRecord, StreamRecord
 from gateway.text_process import TextProcesses
 from novainfer.checkpoint import resolve_checkpoint, vocab_size
 from novainfer.client.engine_client import EngineClient
-from novainfer.client.journal import taken_over
 from novainfer.config import ServeConfig
 from novainfer.errors import InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import AddRequest, EngineInfo
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
 
-CLAIM_SECONDS = 2.0  # for the scheduler to miss a dead gateway
 BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
 QUEUED_CACHES = 8  # tokens that may wait, where no number is given, in terms of what the KV cache holds
-_DEADLINE_GRACE = 1.0  # seconds
+DEADLINE_GRACE = 1.0  # seconds
 STATS_SECONDS = 5.0  # older figures of the engine prove nothing
 
 
@@ -173,45 +170,6 @@ class GatewayService:
             after_prompt=isinstance(request, CompletionRequest),
         )
 
-    async def claim(self, key: str, tenant: str) -> list[AddRequest]:
-        """The tenant's requests with this id whose gateway is gone, or which ended a moment ago; [] if there are none.
-
-        The scheduler may need a moment to see that a gateway is gone, and to hear us, who may be its successor.
-        Raises `OverloadedError` while the engine is not ready, `ApiError` (409) while the stream is being read.
-        """
-        began = time.monotonic()
-        while not self.client.ready and time.monotonic() < began + self.config.server.orphan_grace:
-            await asyncio.sleep(CLAIM_SECONDS / 10)
-        until = time.monotonic() + CLAIM_SECONDS
-        while (claimed := await self.client.claim(key, tenant)).is_owned and time.monotonic() < until:
-            await asyncio.sleep(CLAIM_SECONDS / 10)
-        if claimed.is_owned:
-            raise ApiError(409, "The stream with this id is being read.", "stream_in_use")
-        return claimed.requests
-
-    def take_over(
-        self, prompts: list[tuple[PromptRecord, AddRequest]], after: str | None, info: RequestInfo
-    ) -> Generation:
-        """Go on with a claimed stream, its prompts in order. Raises `InvalidRequestError` for a wrong `after`."""
-        engine = self.engine_info()
-        places = iter(parse_event_id(after, sum(request.params.n for _, request in prompts)))
-        states, requests = [], []
-        for record, add in prompts:
-            told = list(islice(places, add.params.n))
-            states.append(
-                PromptState(add.request_id, add.prompt_token_ids, add.params, add.eos_token_ids, record.echo, told)
-            )
-            requests.append(taken_over(add, [max(place - 1, 0) for place in told]))
-        return Generation(
-            states,
-            self.client.submit(*requests),
-            self.tokenizer,
-            self.metrics,
-            engine=engine,
-            info=info,
-            after_prompt=not prompts[0][0].stream.is_chat,
-        )
-
     def receipts(self, generation: Generation, model: str) -> Receipts:
         """Those of a generation, for a client that named the model so."""
         return Receipts(generation, model, self.client, self._digest)
@@ -228,8 +186,7 @@ class GatewayService:
             cache_salt=request.cache_salt,
             use_prefix_cache=request.prefix_cache,
             priority=request.priority,
-            # The gateway ends it; the scheduler only if the gateway does not.
-            deadline=0.0 if info.time_limit == math.inf else max(info.time_left, 0.0) + _DEADLINE_GRACE,
+            deadline=deadline_of(info),
             aliases=[response_id, info.request_id],
         )
 
@@ -313,6 +270,11 @@ class GatewayService:
         for generation in found:
             generation.cancel()
         return bool(found) or await self.client.cancel_alias(key, tenant)
+
+
+def deadline_of(info: RequestInfo) -> float:
+    """`AddRequest.deadline`: the gateway ends a request at its limit; the scheduler only if the gateway does not."""
+    return 0.0 if info.time_limit == math.inf else max(info.time_left, 0.0) + DEADLINE_GRACE
 
 
 def new_response_id(prefix: str) -> str:

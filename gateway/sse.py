@@ -73,7 +73,7 @@ class SseResponse:
         try:
             while not self._generation.finished:
                 await self._send_some(send)
-            await self._send(send, await self._wait_for_last(send), more=False)
+            await self._send_last(send, await self._wait_for_last(send), _transport(receive))
         except (ClientGone, TimeoutError, OSError):
             self._generation.client_gone = True
         except Exception as error:
@@ -104,9 +104,26 @@ class SseResponse:
         finally:
             last.cancel()
 
+    async def _send_last(self, send: Send, data: bytes, transport: asyncio.WriteTransport | None) -> None:
+        """Return when the kernel has all of it: what is still in our buffers dies with this process, and as long as
+        that may be, the engine keeps the stream.
+        """
+        if transport is not None:
+            transport.set_write_buffer_limits(high=0)  # a further write waits until nothing is left
+        await self._send(send, data)
+        await self._send(send, b"", more=False)
+        if transport is not None:
+            transport.set_write_buffer_limits()
+
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         async with asyncio.timeout(self._stall_seconds):
             if not self._started:
                 self._started = True
                 await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _transport(receive: Receive) -> asyncio.WriteTransport | None:
+    """The connection's, of uvicorn, which has no other way to it; None of another server."""
+    transport: asyncio.WriteTransport | None = getattr(getattr(receive, "__self__", None), "transport", None)
+    return transport

@@ -77,11 +77,15 @@ class PromptRecord:
         return cls(**{**data, "stream": StreamRecord(**data["stream"])})
 
 
-def parse_event_id(text: str | None, num_choices: int) -> list[int]:
-    """The place of each choice; all at the beginning without an id. Raises `InvalidRequestError` for what is no id."""
+def parse_event_id(text: str | None, most_tokens: list[int]) -> list[int]:
+    """The place of each choice; all at the beginning without an id.
+
+    most_tokens: how many each choice can have. Raises `InvalidRequestError` for what cannot be an event's id.
+    """
     if not text:
-        return [0] * num_choices
+        return [0] * len(most_tokens)
     places = [int(part) for part in text.split("-")] if _ID.fullmatch(text) else []
-    if len(places) != num_choices:
+    is_one = len(places) == len(most_tokens)
+    if not is_one or any(place > most + 3 for place, most in zip(places, most_tokens, strict=True)):
         raise InvalidRequestError("This is not the id of an event of this stream.", param="after")
     return places

@@ -32,6 +32,7 @@ from novainfer.protocol.messages import (
     PromptLogprobs,
     RequestRejected,
     TokenOutput,
+    Told,
     Unlinked,
 )
 from novainfer.transport.addresses import Endpoint
@@ -109,6 +110,7 @@ class ScriptedScheduler:
         self.added: list[AddRequest] = []
         self.cancelled: list[CancelRequest] = []
         self.hellos: list[str] = []
+        self.told: list[str] = []
         self.live: dict[str, _Live] = {}
         self.step = 0
         self.seconds_since_progress = 0.0
@@ -216,6 +218,8 @@ class ScriptedScheduler:
             self._add(identity, message)
         elif isinstance(message, CancelRequest):
             self._cancel(message)
+        elif isinstance(message, Told):
+            self.told.append(message.request_id)
         elif isinstance(message, CancelAlias):
             requests = [live.request for live in self.live.values()]
             found = [r for r in requests if r.tenant == message.tenant and message.alias in r.aliases]

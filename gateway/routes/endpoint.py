@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,20 +100,28 @@ class Call:
         """
         info = self.info
         turn = self.service.text.submit(job, is_long=info.body_bytes > LONG_BODY)
-        gone = asyncio.ensure_future(self._client_leaves())
         seconds = None if info.time_limit == math.inf else max(info.time_left, 0.0)
-        try:
-            await asyncio.wait([turn.task, gone], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            turn.abandon()
-        if turn.task.done():
-            return turn.task.result()
-        if gone.done():
-            raise ClientGone
+        with self.client_leaves() as gone:
+            try:
+                await asyncio.wait([turn.task, gone], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                turn.abandon()
+            if turn.task.done():
+                return turn.task.result()
+            if gone.done():
+                raise ClientGone
         raise DeadlineError(f"The request's time limit of {info.time_limit:g} s passed while its prompt was prepared.")
 
-    async def _client_leaves(self) -> None:
+    @contextmanager
+    def client_leaves(self) -> Iterator[asyncio.Task[None]]:
+        """Done once the client has gone away. Nothing else may read from the client meanwhile."""
+        gone = asyncio.create_task(self._wait_for_disconnect())
+        try:
+            yield gone
+        finally:
+            gone.cancel()
+
+    async def _wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Sequence
 
 import zmq
 
@@ -152,13 +153,17 @@ class EngineClient:
         return isinstance(answer, AliasCancelled) and answer.found
 
     async def claim(self, alias: str, tenant: str) -> Claimed:
-        """The tenant's streams with this alias that may be taken over: by submitting them.
+        """The tenant's streams with this alias that may be taken over: by submitting them; else they must be released.
 
         Raises `OverloadedError` if the engine does not answer.
         """
         query = next(self._queries)
         answer = await self._ask(ClaimRequest(query, tenant, alias))
         return answer if isinstance(answer, Claimed) else Claimed(query, [], False)
+
+    def release(self, requests: Sequence[AddRequest]) -> None:
+        """See `GatewaySession.release`."""
+        self._session.release(requests)
 
     async def _ask(self, question: CancelAlias | ClaimRequest) -> Answer:
         if not self.ready or self._loop is None:
@@ -167,17 +172,19 @@ class EngineClient:
         self._answers[question.query] = future
         self._session.ask(question)
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                return await future
-        except TimeoutError:
-            raise OverloadedError("The engine does not answer.", retry_after=2.0) from None
+            await asyncio.wait([future], timeout=ANSWER_SECONDS)
         finally:
-            del self._answers[question.query]
+            self._answers.pop(question.query, None)
+        if not future.done():
+            raise OverloadedError("The engine does not answer.", retry_after=2.0)
+        return future.result()
 
     def _take_answer(self, answer: Answer) -> None:
-        future = self._answers.get(answer.query)
-        if future is not None and not future.done():
+        future = self._answers.pop(answer.query, None)
+        if future is not None:
             future.set_result(answer)
+        elif isinstance(answer, Claimed):  # too late: nobody waits any more
+            self.release(answer.requests)
 
     def fail_all(self, error: Exception, *, tell_engine: bool = False) -> None:
         """End every live request with `error`."""

@@ -19,6 +19,7 @@ class JournalEntry:
 
     emitted[c]: token ids of choice c so far.   finish_reasons[c]: None while the choice is live.
     accepted_at: seconds on the caller's clock, from which the deadline counts.
+    num_cached_tokens: see `AddRequest`.
     was_sent: an engine may have accepted it; the next one must not refuse it for want of room.
     A request that was taken over from another gateway brings tokens along (`AddRequest.emitted`).
     """
@@ -31,6 +32,7 @@ class JournalEntry:
         self.emitted += [[] for _ in range(request.params.n - len(self.emitted))]
         self.finish_reasons: list[str | None] = [None] * request.params.n
         self.num_prompt_logprobs = 0
+        self.num_cached_tokens = request.num_cached_tokens
         self._accepted_at = accepted_at
 
     @property
@@ -55,6 +57,8 @@ class JournalEntry:
         fresh = _only_new(output, emitted)
         if not fresh.token_ids and fresh.finish_reason is None:
             return None
+        if self.num_cached_tokens < 0 and fresh.token_ids:
+            self.num_cached_tokens = fresh.num_cached_tokens
         emitted.extend(fresh.token_ids)
         self.finish_reasons[output.choice] = fresh.finish_reason
         return fresh
@@ -87,7 +91,8 @@ class JournalEntry:
         deadline = self.request.deadline
         if deadline > 0:
             deadline = max(deadline - (now - self._accepted_at), 1e-3)  # 0 would mean none
-        return replace(self.request, emitted=[list(ids) for ids in self.emitted], deadline=deadline)
+        emitted = [list(ids) for ids in self.emitted]
+        return replace(self.request, emitted=emitted, deadline=deadline, num_cached_tokens=self.num_cached_tokens)
 
     @property
     def finished_choices(self) -> list[int]:

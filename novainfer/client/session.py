@@ -30,6 +30,7 @@ from novainfer.protocol.messages import (
     Hello,
     OutputBatch,
     PromptLogprobs,
+    ReleaseClaim,
     RequestRejected,
     TokenOutput,
     Told,
@@ -170,7 +171,8 @@ class GatewaySession:
             self._sinks[request.request_id] = sink
             for choice, token_ids in enumerate(request.emitted):
                 if token_ids:
-                    sink.push(TokenOutput(request.request_id, choice, 0, token_ids))
+                    cached = max(request.num_cached_tokens, 0)
+                    sink.push(TokenOutput(request.request_id, choice, 0, token_ids, num_cached_tokens=cached))
             if self._is_open:
                 self._send_entry(entry, now)
 
@@ -209,6 +211,11 @@ class GatewaySession:
     def ask(self, question: CancelAlias | ClaimRequest) -> None:
         """Send a question; the answer may get lost like any message."""
         self._tell(question)
+
+    def release(self, requests: Sequence[AddRequest]) -> None:
+        """Give back what was claimed and will not be submitted."""
+        for request in requests:
+            self._tell(ReleaseClaim(request.request_id))
 
     def _tell(self, message: object) -> None:
         """Send what is of no use to an engine that does not know our requests."""

@@ -1,4 +1,4 @@
-"""What a reader of live requests sees: an async iterator that merges whatever piled up while it was away."""
+"""What a reader of live requests sees: their outputs, where whatever piled up while it was away is merged."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ StreamItem = TokenOutput | PromptLogprobs
 class RequestStream:
     """The outputs of one or several requests that were submitted together.
 
-    Iterating gives `TokenOutput` and `PromptLogprobs` (of one choice always in order) and stops after the last
-    finish reason. It raises what ended a request early: `InvalidRequestError`, `OverloadedError`, `EngineError`.
+    `take_ready` gives `TokenOutput` and `PromptLogprobs` (of one choice always in order) until `finished`. It raises
+    what ended a request early: `InvalidRequestError`, `OverloadedError`, `EngineError`.
     Tokens that arrive while nobody reads are merged, so a slow reader costs memory for its tokens and nothing else.
     `close` must be called in the end, read or not; it cancels what is still live.
     """
@@ -38,24 +38,8 @@ class RequestStream:
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def request_ids(self) -> frozenset[str]:
-        """The requests that have not ended."""
-        return frozenset(self._live)
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> StreamItem:
-        await self.wait()
-        if self._order:
-            return self._next()
-        if self._error is not None:
-            raise self._error
-        raise StopAsyncIteration
-
     def take_ready(self) -> list[StreamItem]:
-        """All that can be had without waiting; raises as iterating does, [] when nothing is there."""
+        """All that can be had without waiting; [] when nothing is there. Raises what ended a request early."""
         if not self._order and self._error is not None:
             raise self._error
         return [self._next() for _ in range(len(self._order))]

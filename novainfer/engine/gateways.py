@@ -64,6 +64,10 @@ class GatewayLink:
         if request is not None and request.message.answer:
             self.untold[request_id] = request
 
+    def reads(self, tenant: str, alias: str) -> bool:
+        """Whether the tenant's request with this alias is live here, or has ended and is still being read."""
+        return any(request.has_name(tenant, alias) for request in (*self.live.values(), *self.untold.values()))
+
     def told(self, request_id: str) -> None:
         """Nobody will ask for a request that has ended."""
         self.untold.pop(request_id, None)

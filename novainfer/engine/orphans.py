@@ -1,7 +1,7 @@
 """Requests whose gateway is gone: they go on for a grace time, for another one to take them over. Pure; no clock.
 
-A claim only lends them out: the answer may get lost, and the gateway that asked may die, too. What is its own for good
-it sends as any request, and then it is no orphan.
+A claim only lends them out: the answer may get lost, and the gateway that asked may die, or its reader go away. What is
+its own for good it sends as any request, and then it is no orphan.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from novainfer.scheduler.request import Request, Sequence
 
 @dataclass(slots=True)
 class _Orphan:
-    """until: seconds on the caller's clock. claimant: the gateway's socket identity."""
+    """until: seconds on the caller's clock. claimant: the socket identity of the gateway that it is lent to."""
 
     request: Request
     until: float
     claimant: bytes | None = None
+    lent_until: float = 0.0
 
 
 class Orphans:
@@ -42,42 +43,52 @@ class Orphans:
 
     def expired(self, now: float) -> list[str]:
         """Take out those whose time is over."""
-        over = [request_id for request_id, entry in self._entries.items() if entry.until <= now]
+        over = [name for name, entry in self._entries.items() if max(entry.until, entry.lent_until) <= now]
         for request_id in over:
             del self._entries[request_id]
         return over
 
-    def claim(self, tenant: str, alias: str, claimant: bytes, now: float) -> list[AddRequest]:
-        """Lend the tenant's requests with this alias to a gateway, as messages that make an engine go on with them.
+    def is_lent(self, tenant: str, alias: str) -> bool:
+        """Whether one of the tenant's requests with this alias was claimed, and not given back."""
+        return any(entry.claimant is not None for entry in self._named(tenant, alias))
 
-        Nobody else gets them until `release`, or until their time, which begins anew, is over.
+    def claim(self, tenant: str, alias: str, claimant: bytes, now: float) -> list[Request]:
+        """Lend the tenant's requests with this alias, of which none may be lent, to a gateway.
+
+        Nobody else gets them until `release`, or until their time is over, which is not before the grace time from now.
         """
-        found = [
-            entry
-            for entry in self._entries.values()
-            if entry.request.message.tenant == tenant
-            and alias in entry.request.message.aliases
-            and entry.claimant in (None, claimant)
-        ]
+        found = self._named(tenant, alias)
         for entry in found:
-            entry.claimant, entry.until = claimant, now + self._grace
-        return [_as_message(entry.request, now) for entry in found]
+            entry.claimant, entry.lent_until = claimant, now + self._grace
+        return [entry.request for entry in found]
 
-    def release(self, claimant: bytes) -> None:
-        """This gateway's link is gone: whoever asks next may have what it has claimed and not sent."""
-        for entry in self._entries.values():
-            if entry.claimant == claimant:
-                entry.claimant = None
+    def release(self, claimant: bytes, request_id: str | None = None) -> None:
+        """This gateway will not send what it has claimed (this request, or any): whoever asks next may have it.
+
+        The time that it has left is what it would have had without the claim.
+        """
+        for name, entry in self._entries.items():
+            if entry.claimant == claimant and request_id in (None, name):
+                entry.claimant, entry.lent_until = None, 0.0
+
+    def _named(self, tenant: str, alias: str) -> list[_Orphan]:
+        return [entry for entry in self._entries.values() if entry.request.has_name(tenant, alias)]
 
 
-def _as_message(request: Request, now: float) -> AddRequest:
+def as_message(request: Request, now: float) -> AddRequest:
+    """What makes an engine go on with it."""
     message = request.message
     params = message.params
     emitted = [_tokens(sequence) for sequence in request.sequences]
     if params.prompt_logprobs is not None:
         emitted = [[] for _ in emitted]  # only the gateway had them: all is computed again, and is the same
     deadline = max(request.deadline - now, 1e-3) if message.deadline > 0 else 0.0
-    return replace(message, emitted=emitted, deadline=deadline)
+    return replace(message, emitted=emitted, deadline=deadline, num_cached_tokens=request.num_cached_tokens)
+
+
+def ends(request: Request) -> list[int]:
+    """See `Claimed.num_tokens`."""
+    return [sequence.num_output if sequence.finished else -1 for sequence in request.sequences]
 
 
 def _tokens(sequence: Sequence) -> list[int]:

@@ -16,7 +16,7 @@ from novainfer.config import ServeConfig
 from novainfer.engine.core import EngineCore
 from novainfer.engine.gateways import GatewayLink
 from novainfer.engine.metrics import collect_stats
-from novainfer.engine.orphans import Orphans
+from novainfer.engine.orphans import Orphans, as_message, ends
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.executor.base import GroupExecutor
 from novainfer.protocol.link import BEAT_SECONDS, WINDOW, Packet
@@ -33,6 +33,7 @@ from novainfer.protocol.messages import (
     Hello,
     OutputBatch,
     PromptLogprobs,
+    ReleaseClaim,
     RequestRejected,
     TokenOutput,
     Told,
@@ -190,9 +191,9 @@ class Replica:
         elif isinstance(message, CancelAlias):
             gateway.say(AliasCancelled(message.query, self._cancel_alias(engine, message)))
         elif isinstance(message, ClaimRequest):
-            found = self._orphans.claim(message.tenant, message.alias, identity, now)
-            is_owned = any(request.request_id in self._owner for request in _with_alias(engine, message))
-            gateway.say(Claimed(message.query, found, is_owned))
+            gateway.say(self._claim(identity, message, now))
+        elif isinstance(message, ReleaseClaim):
+            self._orphans.release(identity, message.request_id)
         else:
             raise ProtocolError(f"a gateway does not send {type(message).__name__}")
 
@@ -224,7 +225,7 @@ class Replica:
         request_id = message.request_id
         gateway = self._gateways[identity]
         if self._owner.get(request_id, identity) != identity:
-            gateway.say(RequestRejected(request_id, 400, "This request id is in use."))
+            gateway.say(RequestRejected(request_id, 400, "This request id is in use.", code="request_id_in_use"))
             return
         if self._orphans.pop(request_id):
             engine.cancel(request_id)  # the gateway that has claimed it, or was there all the time, knows best
@@ -257,6 +258,13 @@ class Replica:
             if identity is not None:
                 self._gateways[identity].told(request.request_id)
         return bool(found)
+
+    def _claim(self, identity: bytes, message: ClaimRequest, now: float) -> Claimed:
+        name = message.tenant, message.alias
+        if self._orphans.is_lent(*name) or any(gateway.reads(*name) for gateway in self._gateways.values()):
+            return Claimed(message.query, [], is_owned=True)
+        found = self._orphans.claim(*name, identity, now)
+        return Claimed(message.query, [as_message(request, now) for request in found], False, [ends(r) for r in found])
 
     # -- gateways go ----------------------------------------------------------------------------------------
 
@@ -358,10 +366,6 @@ class Replica:
         return self._engine is not None and request_id in self._engine.scheduler.requests
 
 
-def _with_alias(engine: EngineCore, question: CancelAlias | ClaimRequest) -> list[Request]:
+def _with_alias(engine: EngineCore, question: CancelAlias) -> list[Request]:
     """The tenant's live requests with the alias."""
-    return [
-        request
-        for request in engine.scheduler.requests.values()
-        if request.message.tenant == question.tenant and question.alias in request.message.aliases
-    ]
+    return [r for r in engine.scheduler.requests.values() if r.has_name(question.tenant, question.alias)]

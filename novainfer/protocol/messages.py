@@ -1,6 +1,6 @@
 """What gateways and a scheduler say to each other. One record per fact; see `codec` for the wire form.
 
-Gateway -> scheduler: Hello, Heartbeat, AddRequest, CancelRequest, Told, CancelAlias, ClaimRequest.
+Gateway -> scheduler: Hello, Heartbeat, AddRequest, CancelRequest, Told, CancelAlias, ClaimRequest, ReleaseClaim.
 Scheduler -> gateway: EngineInfo, OutputBatch, RequestRejected, EngineStats, AliasCancelled, Claimed, Unlinked.
 They travel as numbered packets (see `link`). Every token carries (epoch, request_id, choice, index): a consumer drops
 older epochs and indexes that it has, and treats a gap as a fault.
@@ -53,6 +53,7 @@ class AddRequest:
     emitted: list[list[int]] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)  # what else its tenant knows it by, at every gateway
     answer: str = ""  # how the gateway writes the answer, for a gateway that takes the request over
+    num_cached_tokens: int = -1  # prompt tokens found in the prefix cache when it first began; -1: it has not yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,13 @@ class ClaimRequest:
     query: int
     tenant: str
     alias: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseClaim:
+    """The gateway will not take over this request that it has claimed: whoever asks next may have it."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +190,15 @@ class AliasCancelled:
 class Claimed:
     """The answer to the gateway's ClaimRequest with the same `query`.
 
-    `emitted` holds their tokens so far. Whoever sends one of them as a request takes it over. `is_owned`: there is a
-    live one that has a gateway, as far as the scheduler knows.
+    `emitted` holds their tokens so far. Whoever sends one of them as a request takes it over, or says ReleaseClaim.
+    is_owned: there is one that has a gateway, as far as the scheduler knows, or that is claimed already; then there are
+    no `requests`.   num_tokens[i][c]: how many tokens choice c of request i has ended with, -1 while it goes on.
     """
 
     query: int
     requests: list[AddRequest]
     is_owned: bool
+    num_tokens: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +234,7 @@ GATEWAY_SCHEMA = Schema(
         5: Heartbeat,
         6: ClaimRequest,
         7: Told,
+        8: ReleaseClaim,
         16: EngineInfo,
         17: OutputBatch,
         18: RequestRejected,

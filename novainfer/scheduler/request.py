@@ -98,7 +98,7 @@ class Sequence:
             finish_reason=reason,
             stop_token_id=self.token_ids[-1] if reason == FINISH_STOP else None,
             logprobs=logprobs or [],
-            num_cached_tokens=self.request.sequences[0].num_cached_tokens,
+            num_cached_tokens=max(self.request.num_cached_tokens, 0),
             error=error,
         )
 
@@ -144,6 +144,18 @@ class Request:
     @property
     def max_tokens(self) -> int:
         return self.message.params.max_tokens
+
+    def has_name(self, tenant: str, alias: str) -> bool:
+        """Whether the tenant knows it by this alias."""
+        return self.message.tenant == tenant and alias in self.message.aliases
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache when it first began, in whichever engine; -1: it has not yet."""
+        leader = self.sequences[0]
+        if self.message.num_cached_tokens >= 0 or not leader.last_step:
+            return self.message.num_cached_tokens
+        return leader.num_cached_tokens
 
     @property
     def finished(self) -> bool:

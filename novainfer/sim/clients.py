@@ -18,6 +18,7 @@ from novainfer.protocol.messages import (
 from novainfer.sim.cluster import Cluster
 from novainfer.sim.gateways import SimGateway
 from novainfer.sim.oracle import hash_tokens, oracle_logprobs, oracle_stream
+from novainfer.sim.rivals import Rival
 from novainfer.sim.scenario import VOCAB_SIZE, RequestSpec
 from novainfer.sim.verdicts import Verdicts
 from novainfer.sim.world import Violation, World
@@ -49,6 +50,7 @@ class SimClient:
         self._is_cancelling = False
         self._alias_cancelled = False
         self._claims_until = 0.0
+        self._rival = Rival(world, spec)
         # The engine client waits half of the default grace for an answer.
         self._patience = cluster.scenario.config.server.orphan_grace / 2
         self._claim_asked_at: float | None = None
@@ -223,7 +225,9 @@ class SimClient:
             raise Violation(f"{self._name}: {self._num_prompt_logprobs} of {num} prompt logprobs came")
 
     def _fail(self, error: NovaInferError) -> None:
-        if isinstance(error, OverloadedError):
+        if isinstance(error, InvalidRequestError) and error.code == "request_id_in_use" and self._rival.has_taken:
+            self._finish("another one reads it")
+        elif isinstance(error, OverloadedError):
             self._verdicts.refused(self._name, str(error), has_tokens=any(self._got))
             self._finish("refused")
         elif isinstance(error, InvalidRequestError) or not isinstance(error, EngineError) or self.sent_at is None:
@@ -277,6 +281,7 @@ class SimClient:
             return
         if self.spec.thief:
             self.world.after(0.35, self._steal)  # when the scheduler has noticed, too
+        self._rival.lose_gateway()
         if self.spec.claims:
             self._claims_until = self.world.now + self._cluster.scenario.config.server.orphan_grace + 2.0
             self.world.after(0.05, self._claim)
@@ -297,7 +302,7 @@ class SimClient:
         if self.world.now > self._claims_until:
             # One cancelled by alias has ended, as was asked for. What a gateway sent as it died may come after the news
             # of its death, and counts for nothing; whoever has not got a token may send the request again.
-            if not self._alias_cancelled and any(self._got):
+            if not (self._alias_cancelled or self._rival.has_taken) and any(self._got):
                 self._verdicts.unclaimed(self.spec)
             self._finish("not claimed")
             return
@@ -305,6 +310,7 @@ class SimClient:
         if gateway is not None and gateway.stopped_at is None and gateway.session.is_ready(gateway.clock):
             self._claim_asked_at = now = self.world.now
             message = self.spec.message
+            gateway.call(lambda: self._rival.claim(gateway))
             gateway.call(
                 lambda: gateway.claim(
                     message.tenant, message.aliases[0], lambda answer: self._take_over(gateway, answer, now)
@@ -315,10 +321,11 @@ class SimClient:
     def _take_over(self, gateway: SimGateway, answer: Answer, asked_at: float) -> None:
         if self._claim_asked_at == asked_at:
             self._claim_asked_at = None
-        if self.outcome is not None or self._stream is not None or self.world.now - asked_at > self._patience:
-            return
         requests = answer.requests if isinstance(answer, Claimed) else []
         if not requests:
+            return
+        if self.outcome is not None or self._stream is not None or self.world.now - asked_at > self._patience:
+            gateway.session.release(requests)
             return
         message = requests[0]
         emitted = [*message.emitted, *([] for _ in range(len(self._wanted) - len(message.emitted)))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from novainfer.config import CacheConfig, ParallelConfig, SchedulerConfig, ServeConfig, ServerConfig
@@ -26,7 +26,8 @@ class RequestSpec:
 
     cancel_after: it goes away so long after the request was sent.   cancel_alias_after: it asks for the end by name.
     stops_at: choice -> it finds a stop string after so many tokens.   read_every: 0 = at once.
-    claims: it fetches its stream elsewhere if its gateway dies.   thief: somebody else tries so, too.
+    claims: it fetches its stream elsewhere if its gateway dies.   thief: another tenant tries so, too.
+    rival: what a second reader does who fetches the stream at the same moment; '': there is none.
     """
 
     message: AddRequest
@@ -38,6 +39,7 @@ class RequestSpec:
     cancel_alias_after: float | None
     claims: bool
     thief: bool
+    rival: str = ""
 
     @property
     def salt(self) -> int:
@@ -71,6 +73,8 @@ def make_scenario(world: World) -> Scenario:
     """Draw everything from the world's seed."""
     rng = world.rng("scenario")
     requests = _make_requests(rng, num_gateways := rng.choice((1, 2, 2, 3)))
+    rivals = world.rng("rivals")
+    requests = tuple(replace(r, rival=rivals.choice(("", "", "", "gives back", "takes"))) for r in requests)
     block_size = rng.choice((1, 2, 4, 4, 8))
     largest = max(len(r.message.prompt_token_ids) + r.message.params.max_tokens for r in requests)
     fewest = -(-largest // block_size)

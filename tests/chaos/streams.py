@@ -23,7 +23,7 @@ RETRY_SECONDS = (
 )
 _ALWAYS = {
     "stream": True,
-    "stream_options": {"include_usage": True, "include_event_ids": True},
+    "stream_options": {"include_usage": True, "include_event_ids": True, "continuous_usage_stats": True},
     "return_token_ids": True,
     "max_tokens": LENGTH,
 }
@@ -58,7 +58,9 @@ class Answer:
     logprobs: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     finish_reasons: dict[int, str] = field(default_factory=dict)
     others: list[Any] = field(default_factory=list)  # fields of a chunk or choice that come once: prompt logprobs
-    usage: tuple[int, int] = (0, 0)  # prompt and completion tokens
+    usage: dict[str, Any] = field(default_factory=dict)  # as told last, without what was cached
+    # Told with every event, by whichever gateway. What others have cached is not the same in every run.
+    num_cached_tokens: int | None = field(default=None, compare=False)
     error: str | None = None
     is_done: bool = False
 
@@ -72,7 +74,9 @@ class Answer:
             self.error = chunk["error"]["message"]
             return 0
         if chunk.get("usage"):
-            self.usage = chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]
+            cached = chunk["usage"].pop("prompt_tokens_details")["cached_tokens"]
+            assert self.num_cached_tokens in (None, cached), "another number of cached tokens"
+            self.usage, self.num_cached_tokens = chunk["usage"], cached
         return sum(self._take_choice(choice) for choice in chunk["choices"])
 
     def _take_choice(self, choice: dict[str, Any]) -> int:
@@ -169,18 +173,19 @@ def _read_stream(
 
 
 class Streams:
-    """All of REQUESTS, running at once. Use as a context manager; `answers` waits for their ends."""
+    """All of these requests, running at once. Use as a context manager; `answers` waits for their ends."""
 
-    def __init__(self, server: RunningServer) -> None:
+    def __init__(self, server: RunningServer, requests: Sequence[tuple[str, dict[str, Any]]] = REQUESTS) -> None:
         self._server = server
-        self._counts = [0] * len(REQUESTS)
+        self._requests = requests
+        self._counts = [0] * len(requests)
         self._changed = threading.Condition()
-        self._pool = ThreadPoolExecutor(len(REQUESTS))
+        self._pool = ThreadPoolExecutor(len(requests))
         self.num_resumed = 0
         self._futures: list[Future[Answer]] = []
 
     def __enter__(self) -> Streams:
-        self._futures = [self._pool.submit(self._read, number) for number in range(len(REQUESTS))]
+        self._futures = [self._pool.submit(self._read, number) for number in range(len(self._requests))]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -198,11 +203,11 @@ class Streams:
             self._changed.wait_for(lambda: all(self._counts))
 
     def answers(self) -> list[Answer]:
-        """What came, in the order of REQUESTS."""
+        """What came, in the order of the requests."""
         return [future.result() for future in self._futures]
 
     def _read(self, number: int) -> Answer:
-        path, body = REQUESTS[number]
+        path, body = self._requests[number]
         if not body.get("stream", True):
             self._count(number, 1)  # it says nothing before its end
         try:
@@ -220,9 +225,13 @@ class Streams:
             self._changed.notify_all()
 
 
-def run(server: RunningServer, disturb: Callable[[Streams], None]) -> list[Answer]:
+def run(
+    server: RunningServer,
+    disturb: Callable[[Streams], None],
+    requests: Sequence[tuple[str, dict[str, Any]]] = REQUESTS,
+) -> list[Answer]:
     """All requests at once; `disturb` is called while they run."""
-    with Streams(server) as streams:
+    with Streams(server, requests) as streams:
         streams.wait_all_have_begun()
         disturb(streams)
         return streams.answers()

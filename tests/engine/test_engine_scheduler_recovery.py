@@ -158,3 +158,15 @@ def test_given_no_workers_when_requests_come_and_go_then_they_wait_and_run_later
     assert driver.streams["a", 0] == expected([1, 2], max_tokens=4)
     assert driver.streams["b", 0] == expected([3, 4], max_tokens=4)
     assert driver.streams["c", 0] == []
+
+
+def test_given_a_prompt_found_in_the_cache_when_workers_die_then_what_was_found_at_first_is_told_to_the_end() -> None:
+    driver = Driver(OracleExecutor())
+    driver.add("before", list(range(12)))
+    driver.run()
+    driver.add("r", [*range(12), 5])
+    for _ in range(3):
+        driver.step()
+    replace_workers(driver, OracleExecutor(), faulted=False)
+    driver.run()
+    assert {output.num_cached_tokens for output in driver.outputs if output.request_id == "r"} == {12}

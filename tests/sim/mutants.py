@@ -175,12 +175,27 @@ def claim_without_tenant_check(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def claimed_requests_are_taken_out_at_once(patch: pytest.MonkeyPatch) -> None:
     def claim(original: Any, self: Orphans, tenant: str, alias: str, claimant: bytes, now: float) -> Any:
-        messages = original(self, tenant, alias, claimant, now)
-        for message in messages:
-            self._entries[message.request_id].until = now
-        return messages
+        found = original(self, tenant, alias, claimant, now)
+        for orphan in found:
+            entry = self._entries[orphan.request_id]
+            entry.until = entry.lent_until = now
+        return found
 
     wrap(patch, Orphans, "claim", claim)
+
+
+@mutant
+def a_claim_is_lent_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Orphans, "is_lent", lambda self, tenant, alias: False)
+
+
+@mutant
+def what_is_given_back_stays_lent(patch: pytest.MonkeyPatch) -> None:
+    def release(original: Any, self: Orphans, claimant: bytes, request_id: str | None = None) -> None:
+        if request_id is None:
+            original(self, claimant)
+
+    wrap(patch, Orphans, "release", release)
 
 
 @mutant

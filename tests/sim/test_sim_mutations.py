@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.stage1]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
     "inbox_takes_packets_twice": (LIVENESS, 104),
-    "inbox_sees_no_gap": (LIVENESS, 11),
+    "inbox_sees_no_gap": (SAFETY, 53),
     "held_outputs_are_lost": (LIVENESS, 0),
     "held_state_of_the_engine_goes_before_held_outputs": (LIVENESS, 35),
     "beats_wait_for_credit": (LIVENESS, 26),
@@ -24,6 +24,9 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "a_cancel_does_not_reach_the_engine": (SAFETY, 4),
     "the_journal_forgets_the_last_word": (LIVENESS, 3),
     "claim_without_tenant_check": (SAFETY, 77),
+    "claimed_requests_are_taken_out_at_once": (SAFETY, 3),
+    "a_claim_is_lent_twice": (SAFETY, 11),
+    "what_is_given_back_stays_lent": (SAFETY, 3),
     "orphans_never_expire": (SAFETY, 11),
     "orphans_are_cancelled_at_once": (SAFETY, 3),
     "the_last_outputs_die_with_the_gateway": (SAFETY, 23),
@@ -45,7 +48,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "all_tenants_share_prefixes": (SAFETY, 1),
     "freed_rows_are_not_told": (SAFETY, 0),
     "preemption_forgets_pending_tokens": (LIVENESS, 18),
-    "preemption_loses_a_token": (SAFETY, 11),
+    "preemption_loses_a_token": (LIVENESS, 11),
     "loss_of_workers_leaves_pending_tokens": (SAFETY, 8),
     "loss_of_workers_leaves_the_prompt_computed": (SAFETY, 246),
     "followers_are_not_released": (LIVENESS, 1),
@@ -72,7 +75,6 @@ HARMLESS = {
 HOLES: tuple[str, ...] = (
     "faults_of_other_groups_count",
     "preemption_leaves_the_generation",
-    "claimed_requests_are_taken_out_at_once",
 )
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from novainfer.client import engine_client
 from novainfer.client.engine_client import EngineClient
-from novainfer.client.stream import RequestStream
+from novainfer.client.stream import RequestStream, StreamItem
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import FINISH_CANCELLED, AddRequest, OutputBatch, RequestRejected, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.transport.addresses import Endpoint
 from tests.fakes import ScriptedScheduler, oracle_tokens
+from tests.replica import ReplicaThread
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage2]
 
@@ -30,7 +33,7 @@ def scheduler(tmp_path: Path) -> Iterator[ScriptedScheduler]:
     scripted.close()
 
 
-def with_client(scheduler: ScriptedScheduler, body: Callable[[EngineClient], Awaitable[None]]) -> None:
+def with_client(scheduler: ScriptedScheduler | ReplicaThread, body: Callable[[EngineClient], Awaitable[None]]) -> None:
     """Run `body` with a ready client in a fresh event loop; afterwards nothing may be live in it."""
 
     async def main() -> None:
@@ -56,11 +59,18 @@ def request(request_id: str = "r", n: int = 1, max_tokens: int = 8, **params: ob
     return AddRequest(request_id, [1, 2, 3], settings, eos_token_ids=[0])
 
 
+async def items_of(stream: RequestStream) -> AsyncIterator[StreamItem]:
+    while not stream.finished:
+        await stream.wait()
+        for item in stream.take_ready():
+            yield item
+
+
 async def read(
     stream: RequestStream, tokens: dict[tuple[str, int], list[int]] | None = None
 ) -> dict[tuple[str, int], list[int]]:
     tokens = {} if tokens is None else tokens
-    async for item in stream:
+    async for item in items_of(stream):
         assert isinstance(item, TokenOutput)
         have = tokens.setdefault((item.request_id, item.choice), [])
         assert item.index == len(have)
@@ -86,7 +96,7 @@ def test_given_a_slow_reader_when_it_reads_then_outputs_are_merged(scheduler: Sc
         await in_thread(lambda: scheduler.wait_for(lambda: scheduler.step >= 20))
         while client.num_live:
             await asyncio.sleep(0)
-        items = [item async for item in stream]
+        items = [item async for item in items_of(stream)]
         assert len(items) == 1
         assert isinstance(items[0], TokenOutput)
         assert (len(items[0].token_ids), len(items[0].logprobs), items[0].finish_reason) == (20, 20, "length")
@@ -131,7 +141,7 @@ def test_given_an_alias_when_another_gateway_cancels_then_only_its_own_tenant_ma
         assert not await other.cancel_alias("http", "b")
         assert not await other.cancel_alias("nothing", "a")
         assert await other.cancel_alias("http", "a")
-        ends = [item.finish_reason async for item in stream if isinstance(item, TokenOutput)]
+        ends = [item.finish_reason async for item in items_of(stream) if isinstance(item, TokenOutput)]
         assert ends[-1] == FINISH_CANCELLED
         assert not await other.cancel_alias("chat", "a")
         await other.close()
@@ -320,3 +330,32 @@ def test_given_a_new_scheduler_at_the_same_address_when_it_comes_then_it_is_gree
         with_client(first, body)
     finally:
         later[0].close()
+
+
+def test_given_the_answer_to_a_claim_when_it_comes_too_late_then_what_was_lent_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "ANSWER_SECONDS", 0.01)
+    server = ReplicaThread(Endpoint(f"ipc://{tmp_path}/r"), vocab_size=VOCAB)
+    claim, was_given_up = server.replica._claim, threading.Event()
+
+    def late(*arguments: Any) -> Any:
+        assert was_given_up.wait(20)
+        return claim(*arguments)
+
+    server.replica._claim = late  # type: ignore[method-assign]
+
+    async def body(client: EngineClient) -> None:
+        with pytest.raises(OverloadedError, match="does not answer"):
+            await client.claim("x", "")
+        monkeypatch.setattr(engine_client, "ANSWER_SECONDS", 20.0)
+        was_given_up.set()
+        while (claimed := await client.claim("x", "")).is_owned:
+            pass
+        assert [given.request_id for given in claimed.requests] == ["r"]
+
+    try:
+        server.leave_behind(replace(request(), aliases=["x"], answer="a stream"))
+        with_client(server, body)
+    finally:
+        server.close()

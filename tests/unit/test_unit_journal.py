@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -125,3 +126,11 @@ def test_given_loss_after_a_crash_and_duplicates_when_resumed_then_the_stream_is
             position = end
         epoch += 1
     assert seen == oracle == entry.emitted[0]
+
+
+def test_given_tokens_found_in_the_cache_when_another_engine_goes_on_then_their_number_is_the_one_first_told() -> None:
+    entry = entry_of()
+    assert entry.resume_request().num_cached_tokens == -1
+    for index, cached in enumerate((16, 48)):
+        entry.accept(replace(tokens(index, [5]), num_cached_tokens=cached), 1 + index)
+    assert entry.resume_request().num_cached_tokens == 16

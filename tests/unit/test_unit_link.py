@@ -1,4 +1,4 @@
-"""The scheduler's links: to gateways (numbers, gaps, credit, orphans and claims), and to ranks (what gets lost)."""
+"""The scheduler's links: to gateways (numbers, gaps, credit), and to ranks (what gets lost)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 from novainfer.client.session import Answer, GatewaySession
 from novainfer.client.stream import StreamItem
 from novainfer.engine.gateways import GatewayLink
-from novainfer.engine.orphans import Orphans
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.rank import RankSession
@@ -25,6 +24,7 @@ from novainfer.protocol.messages import (
     Heartbeat,
     Hello,
     OutputBatch,
+    ReleaseClaim,
     RequestRejected,
     TokenOutput,
     Told,
@@ -32,7 +32,7 @@ from novainfer.protocol.messages import (
 )
 from novainfer.protocol.step import Adopt, StepPlan, StepResult, WorkerHello
 from novainfer.sampling.params import SamplingParams
-from novainfer.scheduler.request import Request, make_request
+from novainfer.scheduler.request import make_request
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage2]
 
@@ -166,7 +166,9 @@ def test_given_a_peer_that_cannot_be_reached_once_when_it_can_again_then_the_lin
 
 def test_given_a_stream_that_has_ended_when_its_reader_has_all_then_it_is_not_kept() -> None:
     sent = Sent(window=1)
-    sent.link.live = {name: running(message(name, answer="a stream" * (name == "s"))) for name in ("r", "s")}
+    sent.link.live = {
+        name: make_request(message(name, answer="a stream" * (name == "s")), 0, 0.0) for name in ("r", "s")
+    }
     for name in ("r", "s"):
         sent.link.say(OutputBatch(1, 1, [TokenOutput(name, 0, 0, [3], FINISH_LENGTH)]))
         sent.link.ended(name)
@@ -393,75 +395,18 @@ def test_given_a_question_when_the_answer_comes_then_it_is_handed_on() -> None:
     assert gateway.answers == [Claimed(4, [message()], False)]
 
 
+def test_given_a_claim_that_is_not_wanted_when_given_back_then_each_request_of_it_is() -> None:
+    gateway = Gateway()
+    gateway.ready()
+    gateway.session.release([message(), message("s")])
+    assert [packet.message for packet in gateway.sent()] == [ReleaseClaim("r"), ReleaseClaim("s")]
+
+
 def test_given_what_no_scheduler_sends_when_it_comes_then_it_is_a_protocol_error() -> None:
     gateway = Gateway()
     gateway.ready()
     with pytest.raises(ProtocolError, match="does not send Hello"):
         gateway.hear(Hello("g"))
-
-
-# -- orphans --------------------------------------------------------------------------------------------------------
-
-
-def running(sent: AddRequest, *tokens: int) -> Request:
-    """The scheduler's view of it, with these tokens of choice 0."""
-    request = make_request(sent, 0, 0.0)
-    request.sequences[0].token_ids += tokens
-    return request
-
-
-def orphans(*requests: Request) -> Orphans:
-    kept = Orphans(10.0)
-    for request in requests:
-        kept.add(request, 100.0)
-    return kept
-
-
-def owned(**fields: object) -> AddRequest:
-    return message(tenant="ada", aliases=["x"], **fields)
-
-
-def test_given_an_orphan_when_its_tenant_claims_it_by_alias_then_it_comes_with_its_tokens() -> None:
-    (claimed,) = orphans(running(owned(), 7, 8)).claim("ada", "x", b"g1", 101.0)
-    assert (claimed.request_id, claimed.emitted) == ("r", [[7, 8]])
-
-
-@pytest.mark.parametrize(("tenant", "alias"), [("bob", "x"), ("", "x"), ("ada", "r"), ("ada", "")])
-def test_given_an_orphan_when_somebody_else_asks_then_there_is_none(tenant: str, alias: str) -> None:
-    assert orphans(running(owned())).claim(tenant, alias, b"g1", 101.0) == []
-
-
-def test_given_a_claim_when_another_gateway_asks_then_it_gets_nothing_until_the_first_ones_link_is_gone() -> None:
-    """The answer to the first may be lost, and that gateway may die: then the request must not be lost with it."""
-    kept = orphans(running(owned()))
-    assert len(kept.claim("ada", "x", b"g1", 101.0)) == 1
-    assert kept.claim("ada", "x", b"g2", 101.0) == []
-    assert len(kept.claim("ada", "x", b"g1", 101.0)) == 1
-    kept.release(b"g2")
-    assert kept.claim("ada", "x", b"g2", 101.0) == []
-    kept.release(b"g1")
-    assert len(kept.claim("ada", "x", b"g2", 101.0)) == 1
-
-
-def test_given_an_orphan_when_nobody_claims_it_in_time_then_it_is_over_and_a_claim_begins_its_time_anew() -> None:
-    kept = orphans(running(owned()))
-    kept.claim("ada", "x", b"g1", 109.0)
-    assert kept.expired(118.9) == []
-    assert kept.expired(119.0) == ["r"]
-    assert len(kept) == 0
-
-
-def test_given_log_probabilities_when_claimed_then_the_tokens_are_computed_again_with_them() -> None:
-    params = SamplingParams(seed=1, logprobs=0)
-    sent = AddRequest("r", [1, 2], params, tenant="ada", aliases=["x"])
-    (claimed,) = orphans(running(sent, 7)).claim("ada", "x", b"g1", 101.0)
-    assert claimed.emitted == [[]]
-
-
-@pytest.mark.parametrize(("now", "left"), [(3.0, 1.0), (9.0, 1e-3)])
-def test_given_a_deadline_when_claimed_then_what_is_left_of_it_goes_along(now: float, left: float) -> None:
-    (claimed,) = orphans(running(owned(deadline=4.0))).claim("ada", "x", b"g1", now)
-    assert claimed.deadline == left
 
 
 # -- ranks ----------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def say(
     """What a gateway writes that gets these outputs, so many before it looks, and goes on after `after`."""
     stream = RequestStream(["r"], lambda *_: None)
     generation = Generation(
-        [PromptState("r", [5, 6], params, [2], told=parse_event_id(after, params.n))],
+        [PromptState("r", [5, 6], params, [2], told=parse_event_id(after, [params.max_tokens] * params.n))],
         stream,
         tokenizer,
         GatewayMetrics("m", lambda: (None, None, 0)),
@@ -146,7 +146,7 @@ def test_given_any_stream_when_cut_after_any_event_then_the_rest_makes_it_whole(
 
     first = say(tokenizer, params, outputs(sizes, [[] for _ in choices]), is_chat=is_chat)
     for number, (event_id, *_) in enumerate(first):
-        told = [max(place - 1, 0) for place in parse_event_id(event_id, len(choices))]
+        told = [max(place - 1, 0) for place in parse_event_id(event_id, [99] * len(choices))]
         later = outputs(again, taken_over(claimed, told).emitted)
         rest = say(tokenizer, params, later, is_chat=is_chat, after=event_id, num_at_once=num_at_once)
         for choice in range(len(choices)):
@@ -158,7 +158,7 @@ def test_given_any_stream_when_cut_after_any_event_then_the_rest_makes_it_whole(
 @pytest.mark.parametrize("text", ["x", "1-", "-1", "1-2", "1.5", "1e3", "9" * 10, "٣"])
 def test_given_what_is_no_event_id_of_one_choice_when_parsed_then_it_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError):
-        parse_event_id(text, 1)
+        parse_event_id(text, [10**12])
 
 
 def test_given_a_record_when_written_and_read_then_it_is_the_same() -> None:

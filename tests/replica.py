@@ -1,0 +1,110 @@
+"""A scheduler process without ranks: the real `Replica` on the oracle's rows, pure or behind a real socket."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from novainfer.config import ServeConfig, ServerConfig
+from novainfer.engine.replica import Replica, ReplicaLinks
+from novainfer.executor.base import ExecutorInfo
+from novainfer.protocol.link import Packet
+from novainfer.protocol.messages import AddRequest, Hello, OutputBatch
+from novainfer.protocol.step import IndexedBlock, StepResult
+from novainfer.transport.addresses import Endpoint
+from novainfer.transport.channel import bind_router, connect_dealer
+from tests.oracle import OracleExecutor
+
+
+class OracleGroup(OracleExecutor):
+    """Ranks that are always there. Implements `GroupExecutor`; while `paused` is set no step comes to its end."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.paused = threading.Event()
+        self.held: list[IndexedBlock] = []
+
+    def expect(self, epoch: int, *, group: int) -> None:
+        """See `GroupExecutor`."""
+
+    def try_ready(self) -> ExecutorInfo:
+        """See `GroupExecutor`."""
+        return self.info
+
+    def listen(self) -> None:
+        """See `GroupExecutor`."""
+
+    def collect(self, timeout: float | None) -> StepResult | None:
+        """See `Executor`."""
+        return None if self.paused.is_set() else super().collect(timeout)
+
+
+def make_replica(group: OracleGroup, to_gateway: Callable[[bytes, Packet], bool], grace: float, now: float) -> Replica:
+    """`grace`: seconds that an orphan is kept."""
+    config = ServeConfig(server=ServerConfig(orphan_grace=grace))
+    return Replica(config, group, ReplicaLinks(to_gateway, lambda report: None), number=0, epoch=1, now=now)
+
+
+class ReplicaThread:
+    """Serves gateways over real ZeroMQ until closed. `replica` is to look at; `group.paused` may be set."""
+
+    def __init__(self, endpoint: Endpoint, *, vocab_size: int, grace: float = 30.0) -> None:
+        self.endpoint = endpoint
+        self.group = OracleGroup(vocab_size=vocab_size, block_size=16, num_blocks=256)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = bind_router(self._context, endpoint)
+        self.replica = make_replica(self.group, self._send, grace, time.monotonic())
+        self._stop = False
+        self._turned = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="replica")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and the socket."""
+        self._stop = True
+        self._thread.join()
+        self._socket.close()
+        self._context.term()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Block until `condition` holds after a turn."""
+        with self._turned:
+            assert self._turned.wait_for(condition, 20), "the scheduler never came to that state"
+
+    def leave_behind(self, *requests: AddRequest, num_tokens: int = 0) -> None:
+        """A gateway that sends these and dies, once so many tokens of each have come; return when they are orphans."""
+        dealer = connect_dealer(self._context, self.endpoint, b"gateway-lost")
+        for number, message in enumerate((Hello("lost"), *requests)):
+            dealer.send_multipart(Packet(1, number, message).frames())
+        counts = dict.fromkeys((request.request_id for request in requests), 0)
+        while min(counts.values()) < num_tokens:
+            said = Packet.of(dealer.recv_multipart()).message
+            for output in said.outputs if isinstance(said, OutputBatch) else []:
+                counts[output.request_id] += len(output.token_ids)
+        self.wait_for(lambda: all(self._is_known(request.request_id) for request in requests))
+        dealer.close(linger=0)
+        self.wait_for(lambda: len(self.replica._orphans) == len(requests))
+
+    def _is_known(self, request_id: str) -> bool:
+        return any(request_id in {**link.live, **link.untold} for link in list(self.replica._gateways.values()))
+
+    def _send(self, identity: bytes, packet: Packet) -> bool:
+        try:
+            self._socket.send_multipart([identity, *packet.frames()], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _run(self) -> None:
+        while not self._stop:
+            while self._socket.poll(0):
+                identity, *frames = self._socket.recv_multipart()
+                self.replica.handle(identity, Packet.of(frames), time.monotonic())
+            moved = self.replica.turn(time.monotonic())
+            with self._turned:
+                self._turned.notify_all()
+            if not moved:
+                self._socket.poll(5)
