@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from gateway.generation import Generation, PromptState
-from gateway.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from gateway.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from gateway.receipts import Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
+from gateway.slices import Slices, Written, write_object
 from gateway.sse import DONE, event, json_string
 from gateway.stream_record import StreamRecord
 from novainfer import __version__
-from novainfer.client.output import ChoiceDelta, TokenLogprob
+from novainfer.client.output import ChoiceDelta
 
 FINGERPRINT = f"novainfer-{__version__}"
 
@@ -27,7 +29,12 @@ class Envelope:
     created: int
     model: str
 
-    def wrap(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    @classmethod
+    def of(cls, record: StreamRecord, kind: str) -> Envelope:
+        """Around the answer that `record` tells of."""
+        return cls(record.response_id, kind, record.created, record.model)
+
+    def wrap(self, choices: list[dict[str, Any]] | Written, **more: Any) -> dict[str, Any]:
         """The answer's object around its choices."""
         return {
             "id": self.response_id,
@@ -48,11 +55,14 @@ class _Chunks:
     def __init__(self, generation: Generation, record: StreamRecord, receipts: Receipts | None = None) -> None:
         self._generation = generation
         self._record = record
-        self._envelope = Envelope(record.response_id, self.kind, record.created, record.model)
+        self._envelope = Envelope.of(record, self.kind)
         self._receipts = receipts
         self._places = list(generation.told)  # see `stream_record`
         head = json.dumps(self._envelope.wrap([]), ensure_ascii=False, separators=(",", ":"))
         self._head = "data: " + head.removesuffix("]}") + '{"index":'
+
+    async def prepare(self, delta: ChoiceDelta) -> None:
+        """Do, in slices, what takes long: to be awaited before `delta` is written."""
 
     def _begins(self, choice: int) -> bool:
         if self._places[choice]:
@@ -104,13 +114,26 @@ class ChatChunks(_Chunks):
         return "".join(chunks).encode()
 
     def _logprobs_of(self, delta: ChoiceDelta) -> str:
-        return _dumps(chat_logprobs(delta.logprobs)) if self._record.logprobs else "null"
+        return _described(delta, ChatLogprobs(ascii_only=True)) if self._record.logprobs else "null"
 
 
 class CompletionChunks(_Chunks):
     """`text_completion` chunks: the echoed prompt first, where asked for."""
 
     kind = "text_completion"
+
+    def __init__(self, generation: Generation, record: StreamRecord, receipts: Receipts | None = None) -> None:
+        super().__init__(generation, record, receipts)
+        self._echoes: dict[str, str] = {}  # log-probabilities of echoed prompts, by request id
+
+    async def prepare(self, delta: ChoiceDelta) -> None:
+        """Write the log-probabilities of its prompt, where they are echoed."""
+        prompt = self._generation.prompt_of(delta.choice)
+        is_told = self._record.echo and self._record.logprobs and not self._places[delta.choice]
+        if is_told and prompt.request_id not in self._echoes:
+            echo = CompletionLogprobs(ascii_only=True)
+            await _describe(self._generation, prompt, echo)
+            self._echoes[prompt.request_id] = "".join(echo.write())
 
     def __call__(self, delta: ChoiceDelta) -> bytes:
         """All chunks of one delta; none while its text is held back."""
@@ -124,16 +147,13 @@ class CompletionChunks(_Chunks):
             self._ends(delta.choice)
         ids = self._record.token_ids and bool(delta.token_ids)
         if delta.text or delta.logprobs or ids or delta.finish_reason is not None:
-            logprobs = _dumps(completion_logprobs(delta.logprobs)) if delta.logprobs else "null"
+            logprobs = _described(delta, CompletionLogprobs(ascii_only=True)) if delta.logprobs else "null"
             fields = f'"text":{json_string(delta.text)},"logprobs":{logprobs},{_finish(delta)}'
             chunks.append(self._chunk(delta.choice, fields + (f',"token_ids":{delta.token_ids}' if ids else "")))
         return "".join(chunks).encode()
 
     def _first(self, choice: int, prompt: PromptState) -> str:
-        logprobs = "null"
-        if self._record.echo and self._record.logprobs:
-            entries = self._generation.prompt_logprobs(prompt)
-            logprobs = _dumps(completion_logprobs(entries, self._generation.prompt_places(prompt)))
+        logprobs = self._echoes.get(prompt.request_id, "null")
         fields = f'"text":{json_string(prompt.echo)},"logprobs":{logprobs},"finish_reason":null,"stop_reason":null'
         if self._record.token_ids:
             fields += f',"prompt_token_ids":{prompt.token_ids}'
@@ -145,65 +165,135 @@ def chunks_of(generation: Generation, record: StreamRecord, receipts: Receipts |
     return (ChatChunks if record.is_chat else CompletionChunks)(generation, record, receipts)
 
 
-def chat_answer(
-    generation: Generation, envelope: Envelope, request: ChatRequest, wholes: list[ChoiceDelta]
-) -> dict[str, Any]:
-    """`chat.completion`."""
-    choices = [
-        {
+Logprobs = TypeVar("Logprobs", bound=ChatLogprobs | CompletionLogprobs)
+
+
+class _Answer(ABC, Generic[Logprobs]):
+    """A whole answer. Subclasses say how its choices are written.
+
+    logprobs: makes what writes the log-probabilities of one choice.
+    """
+
+    kind = ""
+
+    def __init__(
+        self,
+        generation: Generation,
+        record: StreamRecord,
+        request: ChatRequest | CompletionRequest,
+        logprobs: type[Logprobs],
+    ) -> None:
+        self._generation = generation
+        self._record = record
+        self._wants_prompts = request.prompt_logprobs is not None
+        self._logprobs: list[Logprobs] = [logprobs() for _ in generation.outputs] if record.logprobs else []
+
+    def describe(self, delta: ChoiceDelta) -> None:
+        """Write the delta's log-probabilities."""
+        for entry in delta.logprobs:
+            self._logprobs[delta.choice].add(entry)
+
+    async def write(self, wholes: list[ChoiceDelta], receipts: Receipts | None) -> Written:
+        """The answer's JSON, once every choice has ended."""
+        slices = Slices()
+        choices = Written(["["])
+        for whole in wholes:
+            choices += ["," if whole.choice else "", *write_object(await self._choice(whole))]
+            await slices.pause()
+        choices.append("]")
+        more = {"usage": self._generation.usage(), **await self._more()}
+        if receipts is not None:
+            more |= await receipts.fields()
+        return write_object(Envelope.of(self._record, self.kind).wrap(choices, **more))
+
+    @abstractmethod
+    async def _choice(self, whole: ChoiceDelta) -> dict[str, Any]:
+        """The object of one choice."""
+
+    async def _more(self) -> dict[str, Any]:
+        return {}
+
+    def _end(self, whole: ChoiceDelta) -> dict[str, Any]:
+        ids = {"token_ids": whole.token_ids} if self._record.token_ids else {}
+        return {"finish_reason": whole.finish_reason, "stop_reason": whole.stop_reason, **ids}
+
+
+class ChatAnswer(_Answer[ChatLogprobs]):
+    """`chat.completion`. A chat has one prompt, so what is told of it stands beside the choices, as with vLLM."""
+
+    kind = "chat.completion"
+
+    def __init__(self, generation: Generation, record: StreamRecord, request: ChatRequest) -> None:
+        super().__init__(generation, record, request, ChatLogprobs)
+
+    async def _choice(self, whole: ChoiceDelta) -> dict[str, Any]:
+        return {
             "index": whole.choice,
             "message": {"role": "assistant", "content": whole.text, "refusal": None},
-            "logprobs": chat_logprobs(whole.logprobs) if request.logprobs else None,
-            "finish_reason": whole.finish_reason,
-            "stop_reason": whole.stop_reason,
-            **_ids(whole, request.return_token_ids),
+            "logprobs": self._logprobs[whole.choice].write() if self._logprobs else None,
+            **self._end(whole),
         }
-        for whole in wholes
-    ]
-    return envelope.wrap(choices, usage=generation.usage(), **_prompt_extras(generation, request))
+
+    async def _more(self) -> dict[str, Any]:
+        prompt = self._generation.prompts[0]
+        more: dict[str, Any] = {"prompt_token_ids": prompt.token_ids} if self._record.token_ids else {}
+        if self._wants_prompts:
+            logprobs = PromptLogprobs()
+            await _describe(self._generation, prompt, logprobs)
+            more["prompt_logprobs"] = logprobs.write()
+        return more
 
 
-def completion_answer(
-    generation: Generation, envelope: Envelope, request: CompletionRequest, wholes: list[ChoiceDelta]
-) -> dict[str, Any]:
-    """`text_completion`."""
-    choices: list[dict[str, Any]] = []
-    for whole in wholes:
-        prompt = generation.prompt_of(whole.choice)
-        logprobs = None
-        if request.logprobs is not None:
-            before = generation.prompt_logprobs(prompt) if request.echo else []
-            entries: list[TokenLogprob | None] = [*before, *whole.logprobs]
-            logprobs = completion_logprobs(entries, generation.prompt_places(prompt) if request.echo else ())
-        choice: dict[str, Any] = {
+class CompletionAnswer(_Answer[CompletionLogprobs]):
+    """`text_completion`. What is told of a prompt stands in each of its choices."""
+
+    kind = "text_completion"
+
+    def __init__(self, generation: Generation, record: StreamRecord, request: CompletionRequest) -> None:
+        super().__init__(generation, record, request, CompletionLogprobs)
+        self._prompts: dict[str, tuple[CompletionLogprobs, dict[str, Any]]] = {}  # by request id
+
+    async def _choice(self, whole: ChoiceDelta) -> dict[str, Any]:
+        prompt = self._generation.prompt_of(whole.choice)
+        if prompt.request_id not in self._prompts:
+            self._prompts[prompt.request_id] = await self._prompt(prompt)
+        echo, fields = self._prompts[prompt.request_id]
+        return {
             "index": whole.choice,
             "text": prompt.echo + whole.text,
-            "logprobs": logprobs,
-            "finish_reason": whole.finish_reason,
-            "stop_reason": whole.stop_reason,
-            **_ids(whole, request.return_token_ids),
+            "logprobs": self._logprobs[whole.choice].write(echo) if self._logprobs else None,
+            **self._end(whole),
+            **fields,
         }
-        if request.return_token_ids:
-            choice["prompt_token_ids"] = prompt.token_ids
-        if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs(prompt))
-        choices.append(choice)
-    return envelope.wrap(choices, usage=generation.usage())
+
+    async def _prompt(self, prompt: PromptState) -> tuple[CompletionLogprobs, dict[str, Any]]:
+        """The log-probabilities of its echo, and the fields that each of its choices has: written once."""
+        echo, logprobs = CompletionLogprobs(), PromptLogprobs()
+        sinks = [echo] if self._record.echo and self._logprobs else []
+        if sinks or self._wants_prompts:
+            await _describe(self._generation, prompt, *sinks, *([logprobs] if self._wants_prompts else []))
+        echo.pack()
+        fields: dict[str, Any] = {}
+        if self._record.token_ids:
+            fields["prompt_token_ids"] = Written([_dumps(prompt.token_ids)])
+        if self._wants_prompts:
+            fields["prompt_logprobs"] = logprobs.write()
+        return echo, fields
 
 
-def _prompt_extras(generation: Generation, request: ChatRequest) -> dict[str, Any]:
-    """A chat has one prompt, so these stand beside the choices, as with vLLM."""
-    extras: dict[str, Any] = {}
-    prompt = generation.prompts[0]
-    if request.return_token_ids:
-        extras["prompt_token_ids"] = prompt.token_ids
-    if request.prompt_logprobs is not None:
-        extras["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs(prompt))
-    return extras
+def _described(delta: ChoiceDelta, logprobs: ChatLogprobs | CompletionLogprobs) -> str:
+    for entry in delta.logprobs:
+        logprobs.add(entry)
+    return "".join(logprobs.write())
 
 
-def _ids(whole: ChoiceDelta, wanted: bool) -> dict[str, Any]:
-    return {"token_ids": whole.token_ids} if wanted else {}
+async def _describe(generation: Generation, prompt: PromptState, *sinks: CompletionLogprobs | PromptLogprobs) -> None:
+    """Give each of them the whole prompt."""
+    slices = Slices()
+    for token, offset, entry in generation.describe(prompt):
+        for sink in sinks:
+            sink.add_prompt(token, offset, entry)
+        await slices.pause()
 
 
 def _finish(delta: ChoiceDelta) -> str:

@@ -29,20 +29,29 @@ class ClientGone(Exception):
 class ByteBudget:
     """The bytes that all bodies being read may hold together: slow uploads must not fill the memory."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, is_shared: bool) -> None:
+        """is_shared: there are several tenants, of which none may hold more than half."""
         self.left = limit
+        self._most = limit // 2 if is_shared else limit
+        self._held: dict[str, int] = {}
 
-    def take(self, count: int) -> None:
-        """Hold `count` bytes more. Raises `ApiError` (503) where there is no room."""
+    def take(self, tenant: str, count: int) -> None:
+        """Hold `count` bytes more. Raises `ApiError`: 503 where there is no room, 429 where the tenant has its part."""
+        held = self._held.get(tenant, 0) + count
+        # The rest of the body is not read, so the connection cannot be used again.
+        headers = {"connection": "close", "retry-after": "1"}
         if count > self.left:
-            # The rest of the body is not read, so the connection cannot be used again.
-            headers = {"connection": "close", "retry-after": "1"}
             raise ApiError(503, "The server is reading too many requests.", "overloaded", None, headers)
+        if held > self._most:
+            words = "The server is reading too many requests of this API key."
+            raise ApiError(429, words, "rate_limit_exceeded", None, headers)
         self.left -= count
+        self._held[tenant] = held
 
-    def give_back(self, count: int) -> None:
+    def give_back(self, tenant: str, count: int) -> None:
         """Let go of `count` bytes that were taken."""
         self.left += count
+        self._held[tenant] = self._held.get(tenant, 0) - count
 
 
 async def read_json(
@@ -53,7 +62,7 @@ async def read_json(
     budget: ByteBudget,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The JSON object in the body. Raises `ApiError` (400, 408, 413, 415, 503) or `ClientGone`.
+    """The JSON object in the body. Raises `ApiError` (400, 408, 413, 415, 429, 503) or `ClientGone`.
 
     `check` is called once the size is known, and may raise: a request that has no chance need not be parsed.
     """
@@ -66,7 +75,7 @@ async def read_json(
         raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            body = await _read(receive, max_bytes, budget)
+            body = await _read(receive, max_bytes, budget, request_info(scope).tenant)
     except TimeoutError:
         raise ApiError(408, "The request body came too slowly.", "timeout") from None
     request_info(scope).body_bytes = len(body)
@@ -74,7 +83,7 @@ async def read_json(
     return _parse(body)
 
 
-async def _read(receive: Receive, max_bytes: int, budget: ByteBudget) -> bytes:
+async def _read(receive: Receive, max_bytes: int, budget: ByteBudget, tenant: str) -> bytes:
     chunks: list[bytes] = []
     size = 0
     try:
@@ -85,13 +94,13 @@ async def _read(receive: Receive, max_bytes: int, budget: ByteBudget) -> bytes:
             chunk = message.get("body", b"")
             if size + len(chunk) > max_bytes:
                 raise _too_large(max_bytes)
-            budget.take(len(chunk))
+            budget.take(tenant, len(chunk))
             size += len(chunk)
             chunks.append(chunk)
             if not message.get("more_body", False):
                 return b"".join(chunks)
     finally:
-        budget.give_back(size)
+        budget.give_back(tenant, size)
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -1,4 +1,6 @@
-"""uvicorn's HTTP protocol with bounds that it lacks: on headers, their time and size; on answers that nobody reads."""
+"""uvicorn's HTTP protocol with bounds that it lacks: on headers, their time and size; on answers that nobody reads; on
+what comes before an answer's end.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from gateway.errors import ApiError
 
 HEADER_SECONDS = 10.0
 MAX_HEADER_BYTES = 64 * 1024
+MAX_DROPPED_BYTES = 8 * MAX_HEADER_BYTES
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -19,6 +22,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     The clock runs from the connection, or from the first byte of a later request, until the headers are complete;
     between requests uvicorn's own keep-alive timeout rules. A connection that has more to send than its buffers hold,
     and gets rid of none of it for `stall_seconds`, is cut: to close it would mean to wait for its client.
+
+    One request at a time: what comes after a request before its answer has ended is dropped, and the connection is
+    closed after that answer. uvicorn would keep it and read no more, and so never see that the client has left.
     """
 
     stall_seconds = 30.0
@@ -27,7 +33,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
-        self._is_refused = False
+        self._num_dropped = 0
+        self._is_last = False  # nothing that comes is looked at any more
         self._start_header_timer()
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -37,9 +44,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
-            self._header_bytes += len(data)
-            if self._header_bytes > 8 * MAX_HEADER_BYTES:
+        if self._is_last:
+            self._num_dropped += len(data)
+            if self._num_dropped > MAX_DROPPED_BYTES:
                 self.transport.close()
             return
         super().data_received(data)
@@ -49,17 +56,49 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._refuse()
 
     def on_message_begin(self) -> None:
+        if self._is_answering():
+            self._end_after_answer()
+        if self._is_last:
+            return
         super().on_message_begin()
         self._header_bytes = 0
         if self._header_timer is None:
             self._start_header_timer()
 
+    def on_url(self, url: bytes) -> None:
+        if not self._is_last:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_last:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._stop_header_timer()
-        super().on_headers_complete()
+        if not self._is_last:
+            self._stop_header_timer()
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_last:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_last:
+            super().on_message_complete()
+
+    def _is_answering(self) -> bool:
+        """A whole request is there, and its answer is not."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def _end_after_answer(self) -> None:
+        self._is_last = True
+        self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
         """For bytes that are no HTTP request: an answer in the shape of all others."""
+        if self._is_answering():  # they came after one
+            self._end_after_answer()
+            return
         self._write_last(b"400 Bad Request", ApiError(400, msg, "invalid_http"))
         self.transport.close()
 
@@ -91,7 +130,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Say that the headers are too large, and read on for a while: the client may not have sent all of them yet,
         and bytes that nobody reads would reset the connection, our answer with it.
         """
-        self._is_refused = True
+        self._is_last = True
         words = f"The request's headers are larger than {MAX_HEADER_BYTES // 1024} KiB."
         self._write_last(b"431 Request Header Fields Too Large", ApiError(431, words, "headers_too_large"))
         if self.transport.can_write_eof():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,12 +16,23 @@ from starlette.types import Receive
 from gateway.body import ClientGone
 from gateway.context import RequestInfo
 from gateway.metrics import GatewayMetrics
-from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, TokenText, describe_prompt, prompt_places
+from gateway.slices import Slices
+from novainfer.client.output import (
+    ChoiceDelta,
+    ChoiceOutput,
+    TokenLogprob,
+    TokenText,
+    describe_logprobs,
+    describe_token,
+)
 from novainfer.client.stream import RequestStream
 from novainfer.errors import DeadlineError
 from novainfer.protocol.messages import FINISH_CANCELLED, EngineInfo, Logprobs, PromptLogprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
+from novainfer.text.detokenizer import Detokenizer
 from novainfer.text.tokenizer import Tokenizer
+
+SLICE_ENTRIES = 1024  # tokens, and log-probabilities at their places, that one delta tells at most
 
 
 @dataclass(slots=True)
@@ -98,24 +110,33 @@ class Generation:
         """Every delta was taken."""
         return self._stream.finished
 
-    def take(self) -> list[ChoiceDelta]:
-        """The deltas that are ready. Raises what ended the generation early, `ClientGone` among that."""
-        self._check()
-        deltas = [self._fresh(item) for item in self._stream.take_ready()]
-        return [delta for delta in deltas if delta is not None]
+    def take(self) -> Iterator[ChoiceDelta]:
+        """The deltas that are ready, none of them large; each is made when its turn comes, so pause between them.
 
-    async def collect(self) -> list[ChoiceDelta]:
-        """Wait for the end; one delta per choice, holding all of it."""
+        A delta may be empty. Raises what ended the generation early, `ClientGone` among that.
+        """
+        self._check()
+        for item in self._stream.take_ready():
+            for part in _parts(item):
+                delta = self._fresh(part)
+                if delta is not None:
+                    yield delta
+                    self._check()
+
+    async def collect(self, describe: Callable[[ChoiceDelta], None]) -> list[ChoiceDelta]:
+        """Wait for the end; one delta per choice, holding all of it but the log-probabilities: those see `describe`."""
+        slices = Slices()
         whole = [ChoiceDelta(output.choice) for output in self.outputs]
         texts: list[list[str]] = [[] for _ in whole]
         while not self.finished:
             await self.wait()
             for delta in self.take():
+                describe(delta)
                 texts[delta.choice].append(delta.text)
                 sum_ = whole[delta.choice]
                 sum_.token_ids += delta.token_ids
-                sum_.logprobs += delta.logprobs
                 sum_.finish_reason, sum_.stop_reason = delta.finish_reason, delta.stop_reason
+                await slices.pause()
         for sum_, parts in zip(whole, texts, strict=True):
             sum_.text = "".join(parts)
         self._check()
@@ -136,13 +157,18 @@ class Generation:
         first = self._prompt_of[prompt.request_id] * self._n
         return self.outputs[first : first + self._n]
 
-    def prompt_logprobs(self, prompt: PromptState) -> list[TokenLogprob | None]:
-        """Those of one prompt, complete once its first output token has come; see `describe_prompt`."""
-        return describe_prompt(self._tokenizer, prompt.token_ids, prompt.logprobs)
+    def describe(self, prompt: PromptState) -> Iterator[tuple[TokenText, int, TokenLogprob | None]]:
+        """Of each token of a prompt: itself, how much text was finished before it, its log-probability.
 
-    def prompt_places(self, prompt: PromptState) -> list[tuple[TokenText, int]]:
-        """Its tokens, and where they are in its text: for those that have no log-probability, as the first."""
-        return prompt_places(self._tokenizer, prompt.token_ids)
+        All but the first have one once the first output token has come, unless the request was cancelled before.
+        """
+        detokenizer, offset = Detokenizer(self._tokenizer), 0
+        known = iter(prompt.logprobs)
+        for number, token_id in enumerate(prompt.token_ids):
+            found = next(known, None) if number else None
+            entry = None if found is None else describe_logprobs(self._tokenizer, found, offset)
+            yield describe_token(self._tokenizer, token_id), offset, entry
+            offset += len(detokenizer.feed((token_id,)))
 
     def usage(self) -> dict[str, Any]:
         """Counts so far: sampled ids, whether or not they became text."""
@@ -192,7 +218,7 @@ class Generation:
         told, fresh = _split(item, place) if place <= end else (item, None)
         delta = self._apply(told)
         if delta is None or delta.finish_reason is None:
-            return None if fresh is None else self._apply(fresh)
+            return ChoiceDelta(output.choice) if fresh is None else self._apply(fresh)
         if place - output.num_tokens > 1:
             return None
         return ChoiceDelta(output.choice, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
@@ -225,6 +251,17 @@ class Generation:
             return
         for _ in range(count):
             self._metrics.between_tokens.observe((now - last) / count)
+
+
+def _parts(item: TokenOutput | PromptLogprobs) -> Iterator[TokenOutput | PromptLogprobs]:
+    """A long output as several."""
+    if isinstance(item, TokenOutput):
+        width = 2 + len(item.logprobs[-1].top_ids) if item.logprobs else 1
+        most = max(SLICE_ENTRIES // width, 1)
+        while len(item.token_ids) > most:
+            first, item = _split(item, item.index + most)
+            yield first
+    yield item
 
 
 def _split(item: TokenOutput, index: int) -> tuple[TokenOutput, TokenOutput]:

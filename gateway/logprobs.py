@@ -1,73 +1,130 @@
-"""Log-probabilities in OpenAI's two shapes, and vLLM's for prompts. Plain data, ready for JSON."""
+"""Log-probabilities in OpenAI's two shapes, and vLLM's for prompts: written as JSON, token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from json.encoder import encode_basestring, encode_basestring_ascii
 
+from gateway.slices import Written
 from novainfer.client.output import TokenLogprob, TokenText
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
+_KEPT = 2**15  # tokens whose JSON is kept
 
 
-def label(token: TokenText) -> str:
-    """The token's text; a token that is only part of a character is spelled as bytes, so that labels stay unique."""
+@lru_cache(_KEPT)
+def _label(data: bytes, ascii_only: bool) -> str:
+    """The token's text, quoted; one that is only part of a character is spelled as bytes: labels stay unique."""
     try:
-        return token.data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
+        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    quoted: str = encode_basestring_ascii(text) if ascii_only else encode_basestring(text)
+    return quoted
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat."""
-    content = [
-        {**_chat_token(entry.token, entry.logprob), "top_logprobs": [_chat_token(t, p) for t, p in entry.top]}
-        for entry in entries
-    ]
-    return {"content": content, "refusal": None}
+@lru_cache(_KEPT)
+def _around(data: bytes, ascii_only: bool) -> tuple[str, str]:
+    """What stands before and after a token's log-probability in a chat."""
+    return f'{{"token":{_label(data, ascii_only)},"logprob":', f',"bytes":[{",".join(map(str, data))}]'
 
 
-def completion_logprobs(
-    entries: Sequence[TokenLogprob | None], prompt: Sequence[tuple[TokenText, int]] = ()
-) -> dict[str, Any]:
-    """`choices[].logprobs` of a text completion. None is a token of the echoed prompt, whose places are `prompt`."""
-    tokens: list[str] = []
-    logprobs: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    for number, entry in enumerate(entries):
-        if entry is None:
-            token, offset = prompt[number]
-            tokens.append(label(token))
-            logprobs.append(None)
-            tops.append(None)
-            offsets.append(offset)
-            continue
-        name = label(entry.token)
-        tokens.append(name)
-        logprobs.append(_finite(entry.logprob))
-        tops.append({**{label(t): _finite(p) for t, p in entry.top}, name: _finite(entry.logprob)})
-        offsets.append(entry.text_offset)
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+class _Items(list[str]):
+    """The items of a JSON list, each but the first with the comma before it."""
+
+    def add(self, item: str) -> None:
+        self.append(f",{item}" if self else item)
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+class ChatLogprobs:
+    """`choices[].logprobs` of a chat. ascii_only: for streams, whose events are lines."""
+
+    def __init__(self, *, ascii_only: bool = False) -> None:
+        self._ascii_only = ascii_only
+        self._content = _Items()
+
+    def add(self, entry: TokenLogprob) -> None:
+        """The next token."""
+        top = ",".join([f"{self._token(token, logprob)}}}" for token, logprob in entry.top])
+        self._content.add(f'{self._token(entry.token, entry.logprob)},"top_logprobs":[{top}]}}')
+
+    def write(self) -> Written:
+        """The object so far."""
+        return Written(['{"content":[', *self._content, '],"refusal":null}'])
+
+    def _token(self, token: TokenText, logprob: float) -> str:
+        before, after = _around(token.data, self._ascii_only)
+        return f"{before}{_number(logprob)}{after}"
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of a text completion, or the part of it that an echoed prompt has."""
+
+    def __init__(self, *, ascii_only: bool = False) -> None:
+        self._ascii_only = ascii_only
+        self._tokens, self._logprobs, self._tops, self._offsets = self._lists = [_Items() for _ in range(4)]
+
+    def add(self, entry: TokenLogprob) -> None:
+        """The next token."""
+        name, own = _label(entry.token.data, self._ascii_only), _number(entry.logprob)
+        tops = {_label(token.data, self._ascii_only): _number(logprob) for token, logprob in entry.top}
+        tops[name] = own
+        self._tokens.add(name)
+        self._logprobs.add(own)
+        self._tops.add("{" + ",".join([f"{label}:{logprob}" for label, logprob in tops.items()]) + "}")
+        self._offsets.add(str(entry.text_offset))
+
+    def add_prompt(self, token: TokenText, offset: int, entry: TokenLogprob | None) -> None:
+        """The next token of the prompt; the first has no log-probability."""
+        if entry is not None:
+            self.add(entry)
+            return
+        self._tokens.add(_label(token.data, self._ascii_only))
+        self._logprobs.add("null")
+        self._tops.add("null")
+        self._offsets.add(str(offset))
+
+    def pack(self) -> None:
+        """It is complete, and will be written often."""
+        for items in self._lists:
+            items[:] = ["".join(items)] if items else []
+
+    def write(self, before: CompletionLogprobs | None = None) -> Written:
+        """The object so far, after the one of the prompt `before` it."""
+        parts = Written()
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        for number, (name, items) in enumerate(zip(names, self._lists, strict=True)):
+            first = before._lists[number] if before is not None else []
+            comma = [","] if first and items else []
+            parts += [f'{"," if number else "{"}"{name}":[', *first, *comma, *items, "]"]
+        parts.append("}")
+        return parts
+
+
+class PromptLogprobs:
     """vLLM's `prompt_logprobs`: for each prompt token a map of token id to its log-probability."""
-    return [None if entry is None else _prompt_token(entry) for entry in entries]
+
+    def __init__(self) -> None:
+        self._items = _Items()
+
+    def add_prompt(self, token: TokenText, offset: int, entry: TokenLogprob | None) -> None:
+        """The next token of the prompt; the first has no log-probability."""
+        if entry is None:
+            self._items.add("null")
+            return
+        ranks = {t.token_id: _ranked(t, logprob, rank) for rank, (t, logprob) in enumerate(entry.top, 1)}
+        ranks[token.token_id] = _ranked(token, entry.logprob, entry.rank)
+        self._items.add("{" + ",".join(ranks.values()) + "}")
+
+    def write(self) -> Written:
+        """The list, in one part."""
+        return Written([f"[{''.join(self._items)}]"])
 
 
-def _prompt_token(entry: TokenLogprob) -> dict[str, Any]:
-    described = {
-        str(token.token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": label(token)}
-        for rank, (token, logprob) in enumerate(entry.top, 1)
-    }
-    own = {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": label(entry.token)}
-    return {**described, str(entry.token.token_id): own}
+def _ranked(token: TokenText, logprob: float, rank: int) -> str:
+    label = _label(token.data, False)
+    return f'"{token.token_id}":{{"logprob":{_number(logprob)},"rank":{rank},"decoded_token":{label}}}'
 
 
-def _chat_token(token: TokenText, logprob: float) -> dict[str, Any]:
-    return {"token": label(token), "logprob": _finite(logprob), "bytes": list(token.data)}
-
-
-def _finite(logprob: float) -> float:
-    return logprob if logprob > LOWEST else LOWEST  # NaN compares false too
+def _number(logprob: float) -> str:
+    return repr(logprob if logprob > LOWEST else LOWEST)  # NaN compares false too

@@ -17,6 +17,10 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; a chat may 
 
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 128
+# What an answer may tell of its prompts, over and over for n choices. An entry has 30 to 110 bytes of JSON.
+MAX_PROMPT_LOGPROBS = 2**18
+MAX_REPEATED_CHARS = 2**25
+_ID_CHARS = 8  # of a token id in JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,32 @@ def resolve_params(
     except InvalidRequestError as error:
         raise _in_words_of(request, error) from None
     return params
+
+
+def check_repeated(
+    request: ChatRequest | CompletionRequest, params: SamplingParams, prompts: list[tuple[list[int], str]]
+) -> None:
+    """Raise `InvalidRequestError` if too much of the prompts, given as (token ids, text to echo), would be told."""
+    num_tokens = sum(len(token_ids) for token_ids, _ in prompts)
+    is_chat = isinstance(request, ChatRequest)
+    shapes = (request.prompt_logprobs is not None) + (params.prompt_logprobs is not None and _echoes_logprobs(request))
+    name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+    # A whole chat tells its prompt's beside the choices.
+    entries = (1 if is_chat else params.n) * num_tokens * shapes * ((params.prompt_logprobs or 0) + 1)
+    if entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{name}: the answer would tell {entries} log-probabilities of prompts: n x prompt tokens x ({name} + 1). "
+            f"At most {MAX_PROMPT_LOGPROBS} are allowed.",
+            param=name,
+        )
+    chars = sum(len(echo) for _, echo in prompts) + _ID_CHARS * num_tokens * request.return_token_ids
+    if params.n * chars > MAX_REPEATED_CHARS:
+        words = f"n: the answer would repeat more than {MAX_REPEATED_CHARS} characters of its prompts."
+        raise InvalidRequestError(words, param="n")
+
+
+def _echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
+    return isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
 
 
 def draw_seed() -> int:
@@ -147,7 +177,11 @@ def _chat_logprobs(request: ChatRequest) -> _Logprobs:
 def _completion_logprobs(request: CompletionRequest) -> _Logprobs:
     _refuse_streamed_prompt_logprobs(request)
     prompt = request.prompt_logprobs
-    if request.echo and request.logprobs is not None and (prompt is None or 0 <= prompt < request.logprobs):
+    if (
+        _echoes_logprobs(request)
+        and request.logprobs is not None
+        and (prompt is None or 0 <= prompt < request.logprobs)
+    ):
         prompt = request.logprobs
     return _Logprobs(request.logprobs, prompt)
 

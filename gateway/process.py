@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import logging
 import os
@@ -216,6 +217,8 @@ def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> Non
     keys = KeyRing.of(config)
     client = EngineClient(run_dir.gateways(0), gateway_id=f"gateway-{index}")
     service = GatewayService(config, client, index=index)
+    gc.collect()
+    gc.freeze()  # what is there now stays: no collection in mid-request need look at it
     server = build_server(service, keys, drain_timeout=config.server.drain_timeout, log_level=config.server.log_level)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, service, listener, report))

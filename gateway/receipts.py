@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.generation import Generation, PromptState
+from gateway.slices import Slices
 from novainfer.checkpoint import WEIGHT_FILES, model_digest, resolve_checkpoint
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ModelConfig
@@ -66,16 +67,17 @@ class Receipts:
         A prompt has none (null) if a choice of it was cancelled, or if workers of another mode came in between.
         """
         digest = await self.digest.get()
-        receipts = [self._receipt(prompt, digest) for prompt in self.generation.prompts]
+        slices = Slices()
+        receipts = [await self._receipt(prompt, digest, slices) for prompt in self.generation.prompts]
         return {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
 
-    def _receipt(self, prompt: PromptState, digest: str) -> dict[str, Any] | None:
+    async def _receipt(self, prompt: PromptState, digest: str, slices: Slices) -> dict[str, Any] | None:
         engine, now = self.generation.engine, self.client.limits
-        choices = [
-            ChoiceReceipt(output.num_tokens, token_hash(output.token_ids), output.finish_reason)
-            for output in self.generation.outputs_of(prompt)
-            if output.finish_reason in (FINISH_STOP, FINISH_LENGTH)
-        ]
+        choices: list[ChoiceReceipt] = []
+        for output in self.generation.outputs_of(prompt):
+            if output.finish_reason in (FINISH_STOP, FINISH_LENGTH):
+                choices.append(ChoiceReceipt(output.num_tokens, token_hash(output.token_ids), output.finish_reason))
+            await slices.pause()
         if len(choices) < prompt.params.n or now is None or now.mode != engine.mode:
             return None
         return Receipt(

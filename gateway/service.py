@@ -18,7 +18,7 @@ from gateway.errors import ApiError, to_api_error
 from gateway.generation import Generation, PromptState
 from gateway.limits import Cost, Limits, Room
 from gateway.metrics import GatewayMetrics
-from gateway.params import draw_seed, estimate_cost, resolve_params
+from gateway.params import check_repeated, draw_seed, estimate_cost, resolve_params
 from gateway.quotas import quotas_of
 from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
@@ -59,7 +59,8 @@ class GatewayService:
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.metrics.journal.set_function(lambda: self.client.num_live)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
-        self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes)
+        is_shared = len({key.tenant for key in config.keys}) > 1
+        self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes, is_shared=is_shared)
         self._digest = ModelDigest(config.model)
         self._live: defaultdict[str, list[tuple[str, Generation]]] = defaultdict(list)
 
@@ -149,6 +150,7 @@ class GatewayService:
             _check_prompt(token_ids, engine.vocab_size)
         # Only a chat's max_tokens depends on the prompt's length, and a chat is one prompt.
         params = resolve_params(request, max(len(token_ids) for token_ids, _ in prompts), self.tokenizer, engine)
+        check_repeated(request, params, prompts)
         eos = [i for i in self.tokenizer.eos_token_ids if i < engine.vocab_size]  # others are never sampled
         states = [
             PromptState(f"{record.response_id}-{number}", token_ids, _own_seed(params, request.seed, number), eos, echo)

@@ -7,12 +7,14 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from json.encoder import encode_basestring  # the C implementation where there is one
+from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from gateway.body import ClientGone
 from gateway.errors import to_api_error
 from gateway.generation import Generation
+from gateway.slices import PART_BYTES, Slices
 from novainfer.client.output import ChoiceDelta
 from novainfer.errors import EngineError, NovaInferError
 
@@ -43,10 +45,20 @@ def event(payload: Mapping[str, object]) -> bytes:
     return f"data: {text.translate(_LINE_ENDS)}\n\n".encode()
 
 
+class Chunks(Protocol):
+    """Writes the events of deltas."""
+
+    async def prepare(self, delta: ChoiceDelta) -> None:
+        """Do, in slices, what takes long: to be awaited before `delta` is written."""
+
+    def __call__(self, delta: ChoiceDelta) -> bytes:
+        """The events of one delta."""
+
+
 class SseResponse:
     """Writes a generation as events.
 
-    chunks(delta) gives the events of one delta, last() those after the final one, `[DONE]` included, for which it may
+    chunks writes those of one delta, last() gives those after the final one, `[DONE]` included, for which it may
     take its time. The status is sent with the first output, so that a refusal can still be an HTTP error; a failure
     after that is one `error` event and the end.
     """
@@ -54,7 +66,7 @@ class SseResponse:
     def __init__(
         self,
         generation: Generation,
-        chunks: Callable[[ChoiceDelta], bytes],
+        chunks: Chunks,
         last: Callable[[], Awaitable[bytes]],
         headers: Mapping[str, str],
         stall_seconds: float,
@@ -66,6 +78,7 @@ class SseResponse:
         self._last = last
         self._headers = [*_HEADERS, *((k.encode(), v.encode()) for k, v in headers.items())]
         self._started = False
+        self._slices = Slices()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run to the end. Raises what went wrong only while nothing was sent."""
@@ -91,9 +104,17 @@ class SseResponse:
         except TimeoutError:
             await self._send(send, KEEP_ALIVE)
             return
-        deltas = self._generation.take()
-        if deltas:
-            await self._send(send, b"".join([self._chunks(delta) for delta in deltas]))
+        data, is_due = b"", False
+        for delta in self._generation.take():
+            await self._chunks.prepare(delta)
+            data += self._chunks(delta)
+            is_due = is_due or bool(delta.token_ids) or delta.finish_reason is not None
+            if len(data) >= PART_BYTES:
+                await self._send(send, data)
+                data, is_due = b"", False
+            await self._slices.pause()
+        if is_due:
+            await self._send(send, data)
 
     async def _wait_for_last(self, send: Send) -> bytes:
         last = asyncio.ensure_future(self._last())

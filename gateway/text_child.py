@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import signal
 import socket
@@ -122,7 +123,7 @@ def serve(connection: socket.socket, work: TextWork) -> None:
         connection.sendall(to_frame(message))
 
     try:
-        say(Ready())
+        say(Ready(pid=os.getpid()))
         while True:
             job = receive(connection)
             connection.sendall(_reply_frame(work.do(job, say), job.param))

@@ -56,9 +56,10 @@ class DecodeJob:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A text process's first word; also the zygote's, with a `fault` if it cannot be one."""
+    """A text process's first word, with its `pid`; also the zygote's, with a `fault` if it cannot be one."""
 
     fault: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)

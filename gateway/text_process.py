@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from gateway.text_jobs import (
     LENGTH,
     TEXT_SCHEMA,
@@ -33,6 +35,7 @@ from novainfer.errors import (
     EngineError,
     InvalidRequestError,
     NovaInferError,
+    OverloadedError,
     ProtocolError,
 )
 from novainfer.text.chat_template import RENDER_SECONDS
@@ -40,12 +43,15 @@ from novainfer.transport.zygote import ZygoteProcess
 
 log = logging.getLogger(__name__)
 
-RENDER_LIMIT = RENDER_SECONDS + 0.5  # seconds; first the template may end itself, and say why
+RENDER_LIMIT = RENDER_SECONDS + 0.5  # seconds of CPU; first the template may end itself, and say why
 JOB_LIMIT = 30.0  # seconds of a job, whoever waits for it
+STOPPED_LIMIT = 1.0  # seconds of a job whose process the system says is stopped
+LOOK_SECONDS = 0.5  # between looks at a job
 UNWANTED_LIMIT = 0.25  # seconds of a job that nobody waits for any more; few are worth a new process
 START_LIMIT = 30.0  # seconds, for a zygote that has to read its files first
 JOB_ATTEMPTS = 2  # at a job whose process died
 START_ATTEMPTS = 3  # at a process that is ready; the zygote may have to be started first
+RETRY_SECONDS = 1.0  # for a client, when no process can be started
 _LANES = (False, True)  # whether it is for long texts
 
 
@@ -97,7 +103,8 @@ class TextProcesses:
 class Turn:
     """A job in its lane.
 
-    task: ends with the result's parts, or raises `InvalidRequestError`, `DeadlineError` or `EngineError`.
+    task: ends with the result's parts, or raises `InvalidRequestError`, `DeadlineError`, `OverloadedError` or
+    `EngineError`.
     """
 
     def __init__(self, lane: Lane, job: Job) -> None:
@@ -106,9 +113,10 @@ class Turn:
         self.is_rendering = False
         self.is_unwanted = False
         self.began = 0.0  # on the loop's clock, once the process has it
+        self.cpu_seconds: float | None = None  # of its process, at the first look
         self.timer: asyncio.TimerHandle | None = None
-        # Why its process was given up: in a word, and for the client.
-        self.verdict: tuple[str, NovaInferError] | None = None
+        # Why its process was given up: in a word, and for the client unless it is done again.
+        self.verdict: tuple[str, NovaInferError | None] | None = None
         self._lane = lane
         try:
             self.frame = to_frame(job)
@@ -123,10 +131,10 @@ class Turn:
         if not self.began:
             self.task.cancel()
         elif not self.task.done():
-            self._lane.limit(self, 0.0)
+            self._lane.watch(self)
 
     def stop_timer(self) -> None:
-        """Its time no longer runs."""
+        """It is not looked at any more."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -153,9 +161,13 @@ class Lane:
         self._lock = asyncio.Lock()
         self._socket: socket.socket | None = None
         self._is_ready = False  # the process has said so
+        self._pid = 0
 
     def prepare(self) -> None:
-        """Have the zygote start a process, in place of the one that is there; does not wait for it."""
+        """Have the zygote start a process, in place of the one that is there; does not wait for it.
+
+        Raises `OSError` where the system has no socket for it; then there is none.
+        """
         self._drop()
         self._socket = self._zygote.fork(self._number)
         self._socket.setblocking(False)
@@ -198,10 +210,15 @@ class Lane:
         raise InvalidRequestError(text, param=turn.param)
 
     async def _connected(self) -> socket.socket:
-        """The socket of a process that is ready. Raises `EngineError` if there can be none."""
+        """The socket of a process that is ready. Raises `OverloadedError` or `EngineError` if there can be none."""
         for _ in range(START_ATTEMPTS):
             if self._socket is None:
-                self.prepare()
+                try:
+                    self.prepare()
+                except OSError as error:
+                    log.warning("no text process can be started: %s", error)
+                    words = "The server cannot prepare texts now."
+                    raise OverloadedError(words, retry_after=RETRY_SECONDS) from None
             if self._socket is not None and await self._hears(self._socket):
                 if _is_quiet(self._socket):
                     return self._socket
@@ -215,7 +232,9 @@ class Lane:
         if not self._is_ready:
             timer = loop.call_later(START_LIMIT, self._zygote.kill)
             try:
-                self._is_ready = await _receive(loop, connection) == Ready()
+                ready = await _receive(loop, connection)
+                if isinstance(ready, Ready):
+                    self._is_ready, self._pid = True, ready.pid
             except (OSError, EOFError, ProtocolError):
                 log.warning("a text process died before it was ready")
             finally:
@@ -226,15 +245,15 @@ class Lane:
         loop = asyncio.get_running_loop()
         turn.began = loop.time()
         turn.is_rendering = turn.is_chat
-        self.limit(turn, RENDER_LIMIT if turn.is_rendering else JOB_LIMIT)
+        turn.cpu_seconds = None
+        self.watch(turn)
         await loop.sock_sendall(connection, turn.frame)
         reply = await _receive(loop, connection)
         if isinstance(reply, Rendered):
             turn.is_rendering = False
-            self.limit(turn, JOB_LIMIT)
             reply = await _receive(loop, connection)
         if self._is_long:
-            self.prepare()  # what a long text took of memory goes back to the system
+            self._replace()  # what a long text took of memory goes back to the system
         if isinstance(reply, Done):
             return reply.parts
         if isinstance(reply, Refused):
@@ -243,31 +262,76 @@ class Lane:
             raise EngineError(f"The text of this request could not be prepared ({reply.kind}).")
         raise ProtocolError(f"text: {type(reply).__name__} is no reply")
 
-    def limit(self, turn: Turn, seconds: float) -> None:
-        """From now on the running turn ends so long after it began."""
+    def watch(self, turn: Turn) -> None:
+        """Look at the running turn in a while, and again and again."""
         turn.stop_timer()
-        when = turn.began + (UNWANTED_LIMIT if turn.is_unwanted else seconds)
-        turn.timer = asyncio.get_running_loop().call_at(when, self._end, turn)
+        loop = asyncio.get_running_loop()
+        left = turn.began + UNWANTED_LIMIT - loop.time()
+        turn.timer = loop.call_later(max(left, 0.0) if turn.is_unwanted else LOOK_SECONDS, self._look, turn)
 
-    def _end(self, turn: Turn) -> None:
-        """The running turn had its time. To shut the socket down ends what waits for it."""
-        error: NovaInferError = DeadlineError(f"The prompt took more than {JOB_LIMIT:g} s to prepare.")
-        if turn.is_rendering:
-            error = InvalidRequestError("The chat template took too long.", param=turn.param)
-        turn.verdict = ("unwanted" if turn.is_unwanted else "time", error)
-        if self._socket is not None:
+    def _look(self, turn: Turn) -> None:
+        """End the running turn if it had its time. To shut the socket down ends what waits for it."""
+        turn.verdict = self._verdict(turn, asyncio.get_running_loop().time() - turn.began)
+        if turn.verdict is None:
+            self.watch(turn)
+        elif self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _verdict(self, turn: Turn, seconds: float) -> tuple[str, NovaInferError | None] | None:
+        """See `Turn.verdict`; None while the turn, which has run for so long, may go on."""
+        late = DeadlineError(f"The prompt took more than {JOB_LIMIT:g} s to prepare.")
+        if turn.is_unwanted and seconds >= UNWANTED_LIMIT:
+            return "unwanted", late
+        if seconds >= STOPPED_LIMIT and _is_stopped(self._pid):
+            return "died", None
+        if turn.is_rendering and self._renders_too_long(turn, seconds):
+            return "time", InvalidRequestError("The chat template took too long.", param=turn.param)
+        return ("time", late) if seconds >= JOB_LIMIT else None
+
+    def _renders_too_long(self, turn: Turn, seconds: float) -> bool:
+        """By the CPU time since the first look, with all the time until then: on a busy machine it waits for its turn.
+
+        Where CPU time cannot be known, by the clock.
+        """
+        used = _cpu_seconds(self._pid)
+        if turn.cpu_seconds is None:
+            turn.cpu_seconds = used
+        if used is None or turn.cpu_seconds is None:
+            return seconds >= RENDER_LIMIT
+        return used - turn.cpu_seconds + LOOK_SECONDS >= RENDER_LIMIT
 
     def _lose(self, why: str) -> None:
         self._count(why)
         log.warning("text process %d is replaced (%s)", self._number, why)
-        self.prepare()
+        self._replace()
+
+    def _replace(self) -> None:
+        """As `prepare`, but where that cannot be done now, the next job has it tried again."""
+        with contextlib.suppress(OSError):
+            self.prepare()
 
     def _drop(self) -> None:
         if self._socket is not None:
             self._socket.close()
         self._socket, self._is_ready = None, False
+
+
+def _is_stopped(pid: int) -> bool:
+    """A signal keeps the process from running (state T)."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _cpu_seconds(pid: int) -> float | None:
+    """CPU time that the process has had; None if that cannot be known."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except (psutil.Error, OSError):
+        return None
+    return float(times.user + times.system)
 
 
 def _is_quiet(connection: socket.socket) -> bool:

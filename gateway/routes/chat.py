@@ -7,12 +7,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from gateway.answers import Envelope, chat_answer, chunks_of
-from gateway.routes.endpoint import MODE_HEADER, Call, json_response
+from gateway.routes.endpoint import Call
+from gateway.routes.generate import generate
 from gateway.schemas import ROLES, ChatRequest, TokenizeRequest
-from gateway.service import new_response_id, unix_now
-from gateway.sse import SseResponse
-from gateway.stream_record import StreamRecord
 from gateway.text_jobs import RenderJob
 from novainfer.errors import InvalidRequestError
 
@@ -27,23 +24,7 @@ async def chat_completions(call: Call) -> Response | None:
     refuse_unsupported(request)
     with service.admit_generation(call.info, request, 1):
         (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
-        response_id = new_response_id("chatcmpl")
-        record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
-        generation = service.start(request, record, [(token_ids, "")], call.info)
-        receipts = service.receipts(generation, model) if wants_receipt else None
-        headers[MODE_HEADER] = generation.engine.mode
-        with service.live(generation, response_id, call.info):
-            if request.stream:
-                chunks = chunks_of(generation, record, receipts)
-                stall_seconds = service.config.server.client_stall_timeout
-                response = SseResponse(generation, chunks, chunks.last, headers, stall_seconds)
-                await response(call.scope, call.receive, call.send)
-                return None
-            generation.watch(call.receive)
-            wholes = await generation.collect()
-            envelope = Envelope(response_id, "chat.completion", record.created, model)
-            answer = chat_answer(generation, envelope, request, wholes)
-            return json_response(answer | (await receipts.fields() if receipts else {}), headers)
+        return await generate(call, request, [(token_ids, "")], headers, model=model, wants_receipt=wants_receipt)
 
 
 def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> RenderJob:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from gateway.answers import Envelope, chunks_of, completion_answer
-from gateway.routes.endpoint import MODE_HEADER, Call, json_response
+from gateway.routes.endpoint import Call
+from gateway.routes.generate import generate
 from gateway.schemas import MAX_PROMPTS, CompletionRequest
-from gateway.service import new_response_id, unix_now
-from gateway.sse import SseResponse
-from gateway.stream_record import StreamRecord
 from gateway.text_jobs import DecodeJob, EncodeJob, pack_ids
 from novainfer.errors import InvalidRequestError
 
@@ -26,23 +23,7 @@ async def completions(call: Call) -> Response | None:
     prompts = split_prompts(request.prompt)
     with service.admit_generation(call.info, request, len(prompts)):
         encoded = await _encode(call, request, prompts)
-        response_id = new_response_id("cmpl")
-        record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
-        generation = service.start(request, record, encoded, call.info)
-        receipts = service.receipts(generation, model) if wants_receipt else None
-        headers[MODE_HEADER] = generation.engine.mode
-        with service.live(generation, response_id, call.info):
-            if request.stream:
-                chunks = chunks_of(generation, record, receipts)
-                stall_seconds = service.config.server.client_stall_timeout
-                response = SseResponse(generation, chunks, chunks.last, headers, stall_seconds)
-                await response(call.scope, call.receive, call.send)
-                return None
-            generation.watch(call.receive)
-            wholes = await generation.collect()
-            envelope = Envelope(response_id, "text_completion", record.created, model)
-            answer = completion_answer(generation, envelope, request, wholes)
-            return json_response(answer | (await receipts.fields() if receipts else {}), headers)
+        return await generate(call, request, encoded, headers, model=model, wants_receipt=wants_receipt)
 
 
 def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:

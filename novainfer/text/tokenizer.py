@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from novainfer.text.pieces import Pieces, parse_decoder
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "sentencepiece.bpe.model")
 NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _SHORTENING = 4  # how much shorter a normalizer may make a text before we think that somebody is joking
+_KEPT_TOKENS = 2**15
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -38,6 +40,9 @@ class Tokenizer:
         self.special_tokens = _special_tokens(config, folder)
         _mark_special(backend, self.special_tokens)
         self.pieces: Pieces = parse_decoder(backend.to_str())
+        self._token_bytes = lru_cache(_KEPT_TOKENS)(
+            self._spell
+        )  # log-probabilities name the same tokens again and again
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
@@ -99,6 +104,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for by itself; may be part of a character."""
+        return self._token_bytes(token_id)
+
+    def _spell(self, token_id: int) -> bytes:
         token = self.token(token_id)
         return b"" if token is None else self.pieces.bytes_of(token)
 

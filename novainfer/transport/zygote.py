@@ -144,18 +144,22 @@ class ZygoteProcess:
         """Have it kill the process in this slot, if there is one, and start the next: our end of its socket.
 
         Does not wait: if that cannot be done, the socket ends before anything has come. Raises `EngineError` once it
-        is closed.
+        is closed, `OSError` where the system has no sockets or process left.
         """
         if self._is_closed:
             raise EngineError("The server is shutting down.")
         ours, theirs = socket.socketpair()
         with theirs:
-            if self._process.poll() is not None or not self._order(slot, [theirs.fileno()]):
-                log.warning("a zygote is started again")
-                self.kill()
-                self.control.close()
-                self._start()
-                self._order(slot, [theirs.fileno()])
+            try:
+                if self._process.poll() is not None or not self._order(slot, [theirs.fileno()]):
+                    log.warning("a zygote is started again")
+                    self.kill()
+                    self.control.close()
+                    self._start()
+                    self._order(slot, [theirs.fileno()])
+            except BaseException:
+                ours.close()
+                raise
         return ours
 
     def kill_child(self, slot: int) -> None:

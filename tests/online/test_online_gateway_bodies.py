@@ -6,6 +6,7 @@ import gzip
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,35 +82,58 @@ def test_given_a_list_with_many_wrong_items_when_sent_then_one_complaint_is_the_
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
 
 
-@pytest.fixture
-def small_bodies(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[ScriptedScheduler, GatewayThread]]:
+@contextmanager
+def small_bodies(model: Path, run_dir: Path, *keys: str) -> Iterator[tuple[ScriptedScheduler, GatewayThread]]:
     """A gateway that reads bodies of at most 1 MiB, and so `BODIES_AT_ONCE` MiB in all."""
-    vocab_size = Tokenizer.load(tiny_model).vocab_size
-    scheduler, gateway = start_pair(tiny_model, tmp_path / "run", vocab_size, max_body_mib=1)
-    yield scheduler, gateway
-    gateway.close()
-    scheduler.close()
+    vocab_size = Tokenizer.load(model).vocab_size
+    scheduler, gateway = start_pair(model, run_dir, vocab_size, max_body_mib=1, api_key=keys)
+    try:
+        yield scheduler, gateway
+    finally:
+        gateway.close()
+        scheduler.close()
 
 
-def test_given_slow_uploads_when_they_hold_all_the_memory_for_bodies_then_others_get_503_until_they_leave(
-    small_bodies: tuple[ScriptedScheduler, GatewayThread],
-) -> None:
-    scheduler, gateway = small_bodies
+@contextmanager
+def slow_uploads(scheduler: ScriptedScheduler, gateway: GatewayThread, count: int, key: str = "") -> Iterator[None]:
+    """So many bodies of which the last byte is missing, in the gateway's memory; afterwards it holds none."""
     budget = gateway.service.body_budget
     whole = budget.left
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {MIB}\r\n\r\n"
-    uploads = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(BODIES_AT_ONCE)]
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nX-Api-Key: {key}\r\nContent-Type: application/json\r\n"
+    uploads = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(count)]
     for upload in uploads:
-        upload.sendall(head.encode() + b" " * (MIB - 1))
-    scheduler.wait_for(lambda: budget.left == whole - BODIES_AT_ONCE * (MIB - 1))
-    with gateway.http() as http:
-        refused = http.post(CHAT, json={**BODY, "user": "x" * BODIES_AT_ONCE})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
-        assert refused.headers["retry-after"] == "1"
+        upload.sendall(f"{head}Content-Length: {MIB}\r\n\r\n".encode() + b" " * (MIB - 1))
+    scheduler.wait_for(lambda: budget.left == whole - count * (MIB - 1))
+    try:
+        yield
+    finally:
         for upload in uploads:
             upload.close()
         scheduler.wait_for(lambda: budget.left == whole)
+
+
+def test_given_slow_uploads_when_they_hold_all_the_memory_for_bodies_then_others_get_503_until_they_leave(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with small_bodies(tiny_model, tmp_path / "run") as (scheduler, gateway), gateway.http() as http:
+        with slow_uploads(scheduler, gateway, BODIES_AT_ONCE):
+            refused = http.post(CHAT, json={**BODY, "user": "x" * BODIES_AT_ONCE})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+            assert refused.headers["retry-after"] == "1"
         assert http.post(CHAT, content=json.dumps(BODY), headers=JSON).status_code == 200
+
+
+def test_given_slow_uploads_of_one_key_when_they_hold_half_of_the_memory_then_it_gets_429_and_others_are_answered(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    body = {**BODY, "user": "x" * (MIB // 2)}
+    with small_bodies(tiny_model, tmp_path / "run", "a", "b") as (scheduler, gateway), gateway.http() as http:
+        with slow_uploads(scheduler, gateway, BODIES_AT_ONCE // 2, "a"):
+            refused = http.post(CHAT, json=body, headers={"x-api-key": "a"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert refused.headers["retry-after"] == "1"
+            assert http.post(CHAT, json=body, headers={"x-api-key": "b"}).status_code == 200
+        assert http.post(CHAT, json=body, headers={"x-api-key": "a"}).status_code == 200
 
 
 def test_given_a_text_far_beyond_the_context_when_sent_then_it_is_refused_untokenised(pair: Pair) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gateway.connection import MAX_HEADER_BYTES
 from tests.fakes import oracle_tokens
 from tests.online.conftest import Pair
 
@@ -19,16 +20,20 @@ pytestmark = pytest.mark.stage2
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
-def raw_request(pair: Pair, body: dict[str, Any], *, receive_buffer: int | None = None) -> socket.socket:
-    """A chat request on a bare socket, sent and not read."""
+def chat_bytes(body: dict[str, Any]) -> bytes:
+    """A chat request as it is sent."""
     data = json.dumps({"messages": HELLO, **body}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(data)}"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def raw_request(pair: Pair, body: dict[str, Any], *, receive_buffer: int | None = None) -> socket.socket:
+    """A chat request on a bare socket, sent and not read."""
     connection = socket.socket()
     if receive_buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.connect(("127.0.0.1", pair.gateway.port))
-    connection.sendall(head.encode() + b"\r\n\r\n" + data)
+    connection.sendall(chat_bytes(body))
     return connection
 
 
@@ -43,6 +48,55 @@ def test_given_a_disconnect_when_waiting_or_running_then_the_engine_is_told_and_
     connection.close()
     pair.scheduler.wait_for(lambda: len(pair.scheduler.cancelled) == 1)
     assert pair.scheduler.cancelled[0].choice == -1
+    pair.wait_idle()
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize("more", ["a request", "no request"])
+def test_given_a_client_that_has_sent_more_when_it_leaves_then_the_engine_is_told(
+    pair: Pair, more: str, is_together: bool
+) -> None:
+    pair.scheduler.tokens_before_pause = 1
+    rest = chat_bytes({}) if more == "a request" else b"\x00" * 1000
+    with socket.create_connection(("127.0.0.1", pair.gateway.port)) as connection:
+        connection.sendall(chat_bytes({"n": 2}) + rest * is_together)
+        pair.scheduler.wait_for(lambda: any(live.counts == [1, 1] for live in pair.scheduler.live.values()))
+        if not is_together:
+            connection.sendall(rest)
+    pair.scheduler.wait_for(lambda: len(pair.scheduler.cancelled) == 1)
+    pair.wait_idle()
+    assert len(pair.scheduler.added) == 1
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+def test_given_a_second_request_before_the_answer_when_it_ends_then_so_does_the_connection(
+    pair: Pair, is_together: bool
+) -> None:
+    pair.scheduler.tokens_before_pause = 1
+    with socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=20) as connection:
+        connection.sendall(chat_bytes({"max_tokens": 2}) + chat_bytes({}) * is_together)
+        pair.scheduler.wait_for(lambda: any(live.counts == [1] for live in pair.scheduler.live.values()))
+        if not is_together:
+            connection.sendall(chat_bytes({}))
+        (protocol,) = [p for p in pair.gateway.server.server_state.connections if p.cycle.scope["method"] == "POST"]
+        pair.scheduler.wait_for(lambda: protocol._is_last)  # type: ignore[union-attr]
+        pair.scheduler.tokens_before_pause = None
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" in head
+    assert json.loads(body)["choices"][0]["finish_reason"] == "length"
+    assert len(pair.scheduler.added) == 1
+
+
+def test_given_a_client_that_sends_without_end_when_its_answer_is_made_then_it_is_cut_off(pair: Pair) -> None:
+    pair.scheduler.tokens_before_pause = 1
+    with raw_request(pair, {}) as connection:
+        connection.settimeout(20)
+        pair.scheduler.wait_for(lambda: bool(pair.scheduler.live))
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            connection.sendall(b"x" * (1000 * MAX_HEADER_BYTES))
+    pair.scheduler.wait_for(lambda: len(pair.scheduler.cancelled) == 1)
     pair.wait_idle()
 
 

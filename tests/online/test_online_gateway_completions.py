@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from gateway import params
+from gateway.params import MAX_PROMPT_LOGPROBS
 from tests.online.conftest import Pair
 
 pytestmark = pytest.mark.stage2
@@ -62,6 +65,38 @@ def test_given_echo_with_logprobs_when_completed_then_prompt_and_output_line_up(
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == answer["text"]
     tokens = [token for chunk in chunks for token in (chunk["choices"][0]["logprobs"] or {"tokens": []})["tokens"]]
     assert tokens == logprobs["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"echo": True, "logprobs": 20}, "logprobs"),
+        ({"echo": True, "logprobs": 20, "stream": True}, "logprobs"),
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+    ],
+    ids=["echo", "streamed echo", "prompt_logprobs"],
+)
+def test_given_choices_that_would_repeat_too_many_logprobs_of_prompts_when_sent_then_400_names_the_limit(
+    pair: Pair, asked: dict[str, Any], param: str
+) -> None:
+    length = MAX_PROMPT_LOGPROBS // (128 * 21 * 2) + 1
+    body = {"prompt": [[5] * length] * 2, "n": 128, "max_tokens": 1, **asked}
+    error = pair.post("/v1/completions", body).json()["error"]
+    assert f"At most {MAX_PROMPT_LOGPROBS} " in error["message"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert not pair.scheduler.added
+
+
+def test_given_choices_that_would_repeat_too_much_text_when_sent_then_400(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(params, "MAX_REPEATED_CHARS", 40)
+    for asked in ({"echo": True}, {"return_token_ids": True}):
+        body = {"prompt": "hello", "max_tokens": 1, **asked}
+        assert pair.post("/v1/completions", body).status_code == 200
+        error = pair.post("/v1/completions", {**body, "n": 41}).json()["error"]
+        assert (error["param"], "40 characters" in error["message"]) == ("n", True)
+    assert len(pair.scheduler.added) == 2
 
 
 def test_given_equal_prompts_when_no_seed_was_chosen_then_their_answers_differ(pair: Pair) -> None:

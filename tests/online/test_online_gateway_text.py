@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,6 +121,12 @@ def texts(hostile_model: Path, tmp_path: Path) -> Iterator[Texts]:
 
 
 @pytest.fixture
+def stoppable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped counts as one that is slow."""
+    monkeypatch.setattr(text_process, "STOPPED_LIMIT", FOREVER)
+
+
+@pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
@@ -131,7 +138,7 @@ def ask(texts: Texts, body: dict[str, Any]) -> httpx.Response:
 
 
 def test_given_short_texts_that_get_stuck_when_long_ones_come_then_they_are_answered_meanwhile(
-    texts: Texts, pool: ThreadPoolExecutor
+    texts: Texts, pool: ThreadPoolExecutor, stoppable: None
 ) -> None:
     texts.process("0").suspend()
     stuck = pool.submit(ask, texts, SHORT)
@@ -152,9 +159,8 @@ def test_given_a_template_that_takes_too_long_when_its_time_is_over_then_it_is_k
     texts.wait_until_given()
     behind = [pool.submit(ask, texts, SHORT) for _ in range(2)]
     texts.wait_until_queued(2)
-    first, lane = texts.process("0"), texts.lanes[0]
-    assert texts.gateway.loop is not None
-    texts.gateway.loop.call_soon_threadsafe(lambda: lane.limit(lane.turn, 0.3))
+    first = texts.process("0")
+    monkeypatch.setattr(text_process, "RENDER_LIMIT", 0.3)
     error = slow.result().json()["error"]
     assert (slow.result().status_code, error["param"]) == (400, "messages")
     assert "template took too long" in error["message"]
@@ -164,7 +170,7 @@ def test_given_a_template_that_takes_too_long_when_its_time_is_over_then_it_is_k
 
 
 def test_given_a_job_that_takes_too_long_when_its_time_is_over_then_504_and_the_next_is_answered(
-    texts: Texts, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    texts: Texts, stoppable: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_process, "JOB_LIMIT", 0.3)
     texts.process("0").suspend()
@@ -189,7 +195,7 @@ def test_given_a_client_that_leaves_when_its_text_is_being_prepared_then_the_pro
 
 
 def test_given_a_client_that_leaves_when_its_text_still_waits_then_no_process_sees_it(
-    texts: Texts, pool: ThreadPoolExecutor
+    texts: Texts, pool: ThreadPoolExecutor, stoppable: None
 ) -> None:
     process = texts.process("0")
     process.suspend()
@@ -207,7 +213,7 @@ def test_given_a_client_that_leaves_when_its_text_still_waits_then_no_process_se
 
 
 def test_given_a_process_that_is_killed_when_it_works_then_its_job_is_done_by_the_next(
-    texts: Texts, pool: ThreadPoolExecutor
+    texts: Texts, pool: ThreadPoolExecutor, stoppable: None
 ) -> None:
     texts.process("0").suspend()
     asked: Future[httpx.Response] = pool.submit(ask, texts, SHORT)
@@ -215,6 +221,57 @@ def test_given_a_process_that_is_killed_when_it_works_then_its_job_is_done_by_th
     texts.process("0").kill()
     assert asked.result().status_code == 200
     assert texts.lost() == {"died": 1}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_given_a_process_that_is_stopped_when_it_has_a_job_then_that_is_done_by_the_next(
+    texts: Texts, path: str
+) -> None:
+    process = texts.process("0")
+    process.suspend()
+    assert texts.post(path, {**SHORT, "prompt": "hello"}).status_code == 200
+    assert texts.process("0") != process
+    assert texts.lost() == {"died": 1}
+
+
+def test_given_a_template_that_gets_no_cpu_when_its_time_is_over_by_the_clock_then_it_goes_on(
+    texts: Texts, pool: ThreadPoolExecutor, stoppable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_process, "RENDER_LIMIT", 0.8)
+    process = texts.process("0")
+    process.suspend()
+    asked = pool.submit(ask, texts, SHORT)
+    began, lane = texts.wait_until_given(), texts.lanes[0]
+
+    def is_late() -> bool:
+        timer = lane.turn.timer if lane.turn is not None else None
+        return asked.done() or (timer is not None and timer.when() > began + 2.0)
+
+    texts.scheduler.wait_for(is_late)
+    process.resume()
+    assert asked.result().status_code == 200
+    assert texts.process("0") == process
+    assert texts.lost() == {}
+
+
+def test_given_no_file_left_when_a_process_is_needed_then_503_until_there_are_some(texts: Texts) -> None:
+    assert texts.http.post(CHAT, json=LONG).status_code == 200  # this connection stays
+    all_processes(texts.scheduler, texts.gateway)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            files.extend(os.dup(0) for _ in range(4096))
+        answers = [texts.http.post(CHAT, json=LONG) for _ in range(2)]
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [answer.status_code for answer in answers] == [200, 503]
+    assert answers[1].json()["error"]["code"] == "overloaded"
+    assert int(answers[1].headers["retry-after"]) >= 1
+    assert ask(texts, LONG).status_code == 200
 
 
 @pytest.mark.parametrize("title", ["0", "zygote"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -62,6 +63,14 @@ def test_given_a_hostile_template_when_rendered_then_only_the_request_fails(
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
     with pytest.raises(InvalidRequestError):
         render(source)
+
+
+def test_given_a_machine_that_is_busy_when_a_template_is_rendered_then_only_its_own_cpu_time_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    wait = threading.Event().wait
+    assert render("{{ wait(0.5) }}{{ wait(0) }}", template_kwargs={"wait": wait}) == "FalseFalse"
 
 
 def test_given_a_template_with_a_syntax_error_when_compiled_then_config_error() -> None:

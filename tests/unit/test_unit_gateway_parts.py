@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from gateway import body as body_module
 from gateway.auth import KeyRing
 from gateway.body import ByteBudget, read_json
+from gateway.context import RequestInfo
 from gateway.errors import ApiError, to_api_error
 from gateway.limits import Cost, Limits
 from gateway.params import resolve_params
@@ -164,9 +165,9 @@ def test_given_a_body_that_stalls_when_read_then_408(monkeypatch: pytest.MonkeyP
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    scope = {"headers": [(b"content-type", b"application/json")]}
+    scope = {"headers": [(b"content-type", b"application/json")], "novainfer": RequestInfo("r")}
     with pytest.raises(ApiError) as caught:
-        asyncio.run(read_json(scope, receive, max_bytes=10, budget=ByteBudget(10)))
+        asyncio.run(read_json(scope, receive, max_bytes=10, budget=ByteBudget(10, is_shared=False)))
     assert caught.value.status == 408
 
 

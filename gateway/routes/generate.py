@@ -1,0 +1,48 @@
+"""What chat and text completions share: a generation is started, and answered with, whole or as a stream."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from gateway.answers import ChatAnswer, CompletionAnswer, chunks_of
+from gateway.routes.endpoint import MODE_HEADER, Call
+from gateway.schemas import ChatRequest, CompletionRequest
+from gateway.service import new_response_id, unix_now
+from gateway.slices import SlicedResponse
+from gateway.sse import SseResponse
+from gateway.stream_record import StreamRecord
+
+
+async def generate(
+    call: Call,
+    request: ChatRequest | CompletionRequest,
+    prompts: list[tuple[list[int], str]],
+    headers: dict[str, str],
+    *,
+    model: str,
+    wants_receipt: bool,
+) -> Response | None:
+    """Answer with what follows the prompts, given as (token ids, text to echo). Raises what `service.start` raises.
+
+    model: the name that the client used.
+    """
+    service = call.service
+    response_id = new_response_id("chatcmpl" if isinstance(request, ChatRequest) else "cmpl")
+    record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
+    generation = service.start(request, record, prompts, call.info)
+    receipts = service.receipts(generation, model) if wants_receipt else None
+    headers[MODE_HEADER] = generation.engine.mode
+    with service.live(generation, response_id, call.info):
+        if request.stream:
+            chunks = chunks_of(generation, record, receipts)
+            response = SseResponse(generation, chunks, chunks.last, headers, service.config.server.client_stall_timeout)
+            await response(call.scope, call.receive, call.send)
+            return None
+        generation.watch(call.receive)
+        answer: ChatAnswer | CompletionAnswer
+        if isinstance(request, ChatRequest):
+            answer = ChatAnswer(generation, record, request)
+        else:
+            answer = CompletionAnswer(generation, record, request)
+        wholes = await generation.collect(answer.describe)
+        return await SlicedResponse.of(await answer.write(wholes, receipts), headers)
