@@ -216,7 +216,7 @@ def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> Non
     listener = bind_http(config.server, port=port)  # first: a taken port is the commonest fault
     keys = KeyRing.of(config)
     client = EngineClient(run_dir.gateways(0), gateway_id=f"gateway-{index}")
-    service = GatewayService(config, client, index=index)
+    service = GatewayService(config, client, index=index, is_successor=report.epoch > FIRST_EPOCH)
     gc.collect()
     gc.freeze()  # what is there now stays: no collection in mid-request need look at it
     server = build_server(service, keys, drain_timeout=config.server.drain_timeout, log_level=config.server.log_level)

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from gateway.body import ByteBudget
@@ -40,9 +40,14 @@ STATS_SECONDS = 5.0  # older figures of the engine prove nothing
 
 
 class GatewayService:
-    """One per gateway process (number `index`), built before the first request. In the end call `close`."""
+    """One per gateway process (number `index`), built before the first request. In the end call `close`.
 
-    def __init__(self, config: ServeConfig, client: EngineClient, *, index: int = 0) -> None:
+    is_successor: it takes the place of one that died, so the engine has been ready before.
+    """
+
+    def __init__(
+        self, config: ServeConfig, client: EngineClient, *, index: int = 0, is_successor: bool = False
+    ) -> None:
         """Read the tokenizer and templates that the configuration names. Raises `ConfigError`."""
         server = config.server
         self.config = config
@@ -61,6 +66,7 @@ class GatewayService:
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
         is_shared = len({key.tenant for key in config.keys}) > 1
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes, is_shared=is_shared)
+        self._is_successor = is_successor
         self._digest = ModelDigest(config.model)
         self._live: defaultdict[str, list[tuple[str, Generation]]] = defaultdict(list)
 
@@ -115,6 +121,15 @@ class GatewayService:
         if limits is None or self.limits.draining or not self.client.accepts:
             raise OverloadedError(f"The server cannot take requests now: {self.unready_reason()}.", retry_after=2.0)
         return limits
+
+    async def wait_for_engine(self) -> None:
+        """Return when the engine's limits are known, or there is no point in waiting: then `engine_info` refuses.
+
+        A gateway that is as new as its engine refuses at once: to load may take minutes.
+        """
+        if self._is_successor and self.client.limits is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.client.wait_ready(), self.config.server.orphan_grace)
 
     @property
     def max_model_len(self) -> int:

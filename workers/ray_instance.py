@@ -79,7 +79,7 @@ class RayInstance:
         os.environ["RAY_RAYLET_PID"] = str(os.getpid())
         if is_local:
             _start_local(self._config, self._run_dir)
-            self._servers = [child for child in psutil.Process().children() if child.name() in _RAY_SERVERS]
+            self._servers = [child for child in psutil.Process().children() if _is_server(child)]
             self._watch = _watch_agents(self._servers)
         else:
             import_ray().init(address=self._config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -128,6 +128,13 @@ def session_dir() -> str:
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        return process.name() in _RAY_SERVERS
     except psutil.NoSuchProcess:
         return False
 

@@ -58,6 +58,8 @@ class Call:
         Raises `OverloadedError` before the body of a generation is parsed, if not even the smallest had room.
         """
         service = self.service
+        if issubclass(kind, GenerationRequest):
+            await service.wait_for_engine()
         body = await read_json(
             self.scope,
             self.receive,

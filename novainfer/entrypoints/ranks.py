@@ -6,6 +6,7 @@ another process that got the same number. Elsewhere, and for ranks on other host
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -68,13 +69,21 @@ class StrayRanks:
 
     def kill_stopped(self, now: float) -> None:
         """End those that have been stopped for a while. Ray will tell of it. To be called again and again."""
-        raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+        raylets = [child for child in psutil.Process().children() if _is_raylet(child)]
         stopped = [process for raylet in raylets for process in _below(raylet) if _is_stopped(process)]
         self._since = {process: self._since.get(process, now) for process in stopped}
         for process, since in self._since.items():
             if now - since > STOPPED_TIMEOUT:
                 logger.error("a process of the ranks (pid %d) was stopped while they were started", process.pid)
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+def _is_raylet(process: psutil.Process) -> bool:
+    try:
+        return bool(process.name() == "raylet")
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:

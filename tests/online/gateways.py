@@ -35,11 +35,13 @@ def config_for(model: Path, **server: object) -> ServeConfig:
 class GatewayThread:
     """Runs a gateway in a thread until closed. `service` and `server` are for looking, not for touching."""
 
-    def __init__(self, config: ServeConfig, endpoint: Endpoint, *, lost_timeout: float = 15.0) -> None:
+    def __init__(
+        self, config: ServeConfig, endpoint: Endpoint, *, lost_timeout: float = 15.0, is_successor: bool = False
+    ) -> None:
         self.listener = bind_http(config.server)
         self.port: int = self.listener.getsockname()[1]
         self.client = EngineClient(endpoint, gateway_id="gateway-0", lost_timeout=lost_timeout)
-        self.service = GatewayService(config, self.client)
+        self.service = GatewayService(config, self.client, is_successor=is_successor)
         self.server: GatewayServer = build_server(
             self.service,
             KeyRing.of(config),

@@ -56,6 +56,32 @@ def test_given_no_engine_when_probed_then_only_livez_is_200_and_requests_get_503
         assert http.post("/tokenize", json={"prompt": "hello"}).json()["count"] > 0
 
 
+def test_given_a_gateway_that_replaces_another_one_when_the_engine_is_not_there_yet_then_requests_wait_for_it(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    endpoint = Endpoint(f"ipc://{tmp_path}/s")
+    gateway = GatewayThread(config_for(tiny_model), endpoint, is_successor=True)
+    answers: list[int] = []
+
+    def ask() -> None:
+        with gateway.http() as http:
+            answers.append(http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not gateway.server.server_state.connections:
+        assert asking.is_alive()
+    with gateway.http() as http:
+        assert http.get("/readyz").status_code == 503
+    scheduler = ScriptedScheduler(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size)
+    try:
+        asking.join(30.0)
+        assert answers == [200]
+    finally:
+        scheduler.close()
+        gateway.close()
+
+
 def test_given_a_loading_engine_when_it_gets_ready_then_probes_change(
     lonely: tuple[GatewayThread, Endpoint], tiny_model: Path
 ) -> None:
