@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from dataclasses import replace
 
 from novainfer.errors import EngineError
@@ -18,33 +19,49 @@ from workers.rank_zygote import HERE, Order
 from workers.ray_instance import session_dir
 
 MAX_CALLS = 4  # at a time: a rank's life, and what is asked of a spare meanwhile
+_TOO_LATE = "another one has been started, or it was ended before it began"
 _ZYGOTE_DIED = "its zygote has died"
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"  # Ray sets it once it knows what a worker is: after the zygote was started
 
 
 class RankHost:
-    """What runs in an actor's process. A call is over when what it is about has ended."""
+    """What runs in an actor's process. A call is over when what it is about has ended.
+
+    Calls run at the same time, and may begin in another order than they were made in: the highest epoch counts.
+    """
 
     def __init__(self) -> None:
         self._zygote = _zygote()
+        self._lock = threading.Lock()  # for what follows
+        self._epoch = 0  # the newest that was begun or ended
         self._slot = 0  # of the rank; the other one is the spare's
         self._spare: RankProcess | None = None
 
     def run(self, launch_json: str) -> str:
-        """The life of a rank: how it ended, empty if it was told to."""
-        return self._start(self._slot, launch_json, is_spare=False).wait_end()
+        """The life of a rank: how it ended, empty if it was told to. The one before it is killed."""
+        launch = RankLaunch.from_json(launch_json)
+        with self._lock:
+            if launch.place.epoch <= self._epoch:
+                return _TOO_LATE
+            self._epoch = launch.place.epoch
+            rank = self._start(self._slot, launch, is_spare=False)
+        return rank.wait_end()
 
-    def end(self) -> None:
-        """Kill the rank; `run` or `serve` then returns."""
-        self._zygote.kill_child(self._slot)
+    def end(self, epoch: int) -> None:
+        """Kill the rank of this epoch; its `run` or `serve` then returns."""
+        with self._lock:
+            if epoch >= self._epoch:
+                self._epoch = epoch
+                self._zygote.kill_child(self._slot)
 
     def stand_by(self, launch_json: str) -> None:
         """Start a spare rank; returns when it has done all that a rank does before its first word.
 
         Raises `EngineError` with its last words if it cannot, as `ping` does.
         """
-        self._spare = self._start(1 - self._slot, launch_json, is_spare=True)
-        self._spare.wait_answer()
+        with self._lock:
+            self._spare = spare = self._start(1 - self._slot, RankLaunch.from_json(launch_json), is_spare=True)
+        spare.wait_answer()
 
     def ping(self) -> None:
         """Return: the spare rank stands by."""
@@ -55,19 +72,22 @@ class RankHost:
 
     def serve(self, epoch: int) -> str:
         """The life of the spare rank as a rank of this epoch, as `run`."""
-        if self._spare is None:
-            raise EngineError("there is no spare rank")
-        rank, self._spare = self._spare, None
-        self._slot = 1 - self._slot
-        rank.order(Order(epoch=epoch))
+        with self._lock:
+            if epoch <= self._epoch:
+                return _TOO_LATE
+            rank, self._spare = self._spare, None
+            if rank is None:
+                raise EngineError("there is no spare rank")
+            self._epoch, self._slot = epoch, 1 - self._slot
+            rank.order(Order(epoch=epoch))
         return rank.wait_end()
 
     def drop_spare(self) -> None:
         """Kill the spare rank."""
-        self._zygote.kill_child(1 - self._slot)
+        with self._lock:
+            self._zygote.kill_child(1 - self._slot)
 
-    def _start(self, slot: int, launch_json: str, *, is_spare: bool) -> RankProcess:
-        launch = RankLaunch.from_json(launch_json)
+    def _start(self, slot: int, launch: RankLaunch, *, is_spare: bool) -> RankProcess:
         # A relative one is on this host, which need not be the supervisor's.
         meeting_point = os.path.join(session_dir(), launch.place.meeting_point)
         launch = replace(launch, place=replace(launch.place, meeting_point=meeting_point))

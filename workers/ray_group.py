@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _PLACEMENT_TIMEOUT = 60.0  # seconds
 _KILL_PATIENCE = 5.0  # seconds
+_END_PATIENCE = 0.5  # seconds
 _NO_EPOCH = 0  # of a spare
 
 
@@ -37,6 +38,7 @@ class RayWorkerGroup:
         self._use_gpu = False
         self._placement: Any = None
         self._hosts: list[Any] = []  # an actor handle per rank
+        self._epoch = _NO_EPOCH  # of the newest ranks
         self._spare: SpareRanks | None = None
         self._runs: list[Any] = []  # one object reference per rank, ready when the rank has ended
 
@@ -98,22 +100,13 @@ class RayWorkerGroup:
             raise
 
     def end(self) -> None:
-        """Kill the ranks and wait until they are dead; a spare group lives on. If a host is lost, all are replaced."""
-        if not self._ray.is_there():  # it would be waited for; `start` begins anew
+        """Kill the ranks; on GPUs, which the next ones need, wait until they are dead. A spare group lives on."""
+        if not self._ray.is_there():  # `start` begins anew
             return
-        ray = import_ray()
-        answers = [host.end.remote() for host in self._hosts]
-        waited = [*answers, *self._runs]
-        try:
-            if waited and ray.wait(waited, num_returns=len(waited), timeout=_KILL_PATIENCE)[1]:
-                raise EngineError("a rank's host does not answer")
-            ray.get(answers)
-        except (EngineError, ray.exceptions.RayError) as error:
-            logger.warning("the hosts of the ranks are replaced: %s", error)
-            for host in self._hosts:
-                ray.kill(host, no_restart=True)
-            self._hosts, self._spare = [], None
-        self._runs = []
+        for host in self._hosts:
+            host.end.remote(self._epoch)
+        if self._runs and self._use_gpu:
+            import_ray().wait(self._runs, num_returns=len(self._runs), timeout=_KILL_PATIENCE)
 
     def stop(self, grace: float = 0.0) -> None:
         """Give ranks that were told to shut down `grace` seconds, kill the rest, end our Ray instance (idempotent).
@@ -150,6 +143,7 @@ class RayWorkerGroup:
 
     def _place(self, epoch: int) -> None:
         """Start all ranks: those of a spare group that stands by, else new ones."""
+        self._epoch = epoch
         if self._spare is not None and self._spare.can_serve():
             self._spare = None
             self._runs = [host.serve.remote(epoch) for host in self._hosts]
@@ -158,6 +152,11 @@ class RayWorkerGroup:
         ranks = range(self._config.parallel.tensor_parallel_size)
         if not self._hosts:
             self._hosts = [self._new_host(rank) for rank in ranks]
+        if self._runs:  # they end at once, unless their hosts are being started or are stopped
+            import_ray().wait(self._runs, num_returns=len(self._runs), timeout=_END_PATIENCE)
+        for rank, run in enumerate(self._runs):
+            if _has_lost_its_host(run):
+                self._hosts[rank] = self._new_host(rank)
         meeting_point = self._meeting_point()
         launches = [self._launch(rank, epoch, meeting_point).to_json() for rank in ranks]
         self._runs = [host.run.remote(launch) for host, launch in zip(self._hosts, launches, strict=True)]
@@ -215,6 +214,19 @@ def _uses_gpu(config: ParallelConfig) -> bool:
         wanted = config.tensor_parallel_size
         raise ConfigError(f"--tensor-parallel-size {wanted} on GPUs, but Ray sees at most {found} on one host")
     return found >= config.tensor_parallel_size
+
+
+def _has_lost_its_host(run: Any) -> bool:
+    ray = import_ray()
+    if not ray.wait([run], timeout=0)[0]:
+        return False
+    try:
+        ray.get(run)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:
+        pass
+    return False
 
 
 def _reason(run: Any) -> str:

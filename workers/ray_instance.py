@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from novainfer.config import ParallelConfig
+from novainfer.errors import EngineError
 from novainfer.transport.addresses import check_space
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,10 @@ class RayInstance:
         # Which process must be dead for Ray's core to end ours. Not told, it takes a parent with the number 1 for that.
         os.environ["RAY_RAYLET_PID"] = str(os.getpid())
         if is_local:
-            _start_local(self._config, self._run_dir)
-            self._servers = [child for child in psutil.Process().children() if _is_server(child)]
+            try:
+                _start_local(self._config, self._run_dir)
+            finally:
+                self._servers = _our_servers()
             self._watch = _watch_agents(self._servers)
         else:
             import_ray().init(address=self._config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -103,6 +106,9 @@ class RayInstance:
             self._watch = None
         for process in below:
             _kill(process)
+        psutil.wait_procs(
+            self._servers, timeout=_END_PATIENCE
+        )  # also those whose start failed, which Ray has forgotten
         deadline = time.monotonic() + _END_PATIENCE
         while any(map(_runs, below)) and time.monotonic() < deadline:
             time.sleep(0.01)  # they are not our children: nothing tells us
@@ -132,9 +138,14 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+def _our_servers() -> list[psutil.Process]:
+    """Those of a local instance that run."""
+    return [child for child in psutil.Process().children() if _is_server(child)]
+
+
 def _is_server(process: psutil.Process) -> bool:
     try:
-        return process.name() in _RAY_SERVERS
+        return process.name() in _RAY_SERVERS and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -207,6 +218,8 @@ def _stop_at_once() -> None:
 def _lean() -> Iterator[None]:
     """Let `ray.init` start no dashboard, autoscaler or log forwarder: half of its start time, and we use none of them.
 
+    It also waits half a minute for a raylet that has died meanwhile; it shall not.
+
     `include_dashboard=False` still starts the dashboard's process and waits for it. There is no public switch, so its
     private ones are turned for the time of the call; a Ray version that has them no more starts everything. For good,
     Ray's own words (a raylet's state when it died) go to our debug log instead of standard output.
@@ -214,6 +227,7 @@ def _lean() -> Iterator[None]:
     try:
         import ray._private.node
         import ray._private.parameter
+        import ray._private.services
         import ray._private.worker
     except ImportError:
         yield
@@ -221,14 +235,21 @@ def _lean() -> Iterator[None]:
     parameter: Any = ray._private.parameter
     node: Any = ray._private.node.Node
     worker: Any = ray._private.worker
+    services: Any = ray._private.services
     modules: dict[str, Any] = sys.modules
     params, start_api_server = parameter.RayParams, node.start_api_server
+    get_node: Any = getattr(services, "get_node", None)  # what it asks for again and again
 
     def lean_params(**kwargs: Any) -> Any:
         return params(**kwargs, no_monitor=True, include_log_monitor=False)
 
     def no_api_server(self: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         self._webui_url = ""
+
+    def get_living_node(*args: Any, **kwargs: Any) -> Any:
+        if len(_our_servers()) < len(_RAY_SERVERS):
+            raise EngineError("Ray has died while it was started")
+        return get_node(*args, **kwargs)
 
     def log_words(data: dict[str, Any], ignore_prefix: bool) -> None:
         logger.debug("Ray: %s", "\n".join(data["lines"]))
@@ -237,8 +258,12 @@ def _lean() -> Iterator[None]:
     modules[optional] = None
     parameter.RayParams, node.start_api_server = lean_params, no_api_server
     worker.print_to_stdstream = log_words
+    if get_node is not None:
+        services.get_node = get_living_node
     try:
         yield
     finally:
         parameter.RayParams, node.start_api_server = params, start_api_server
+        if get_node is not None:
+            services.get_node = get_node
         del modules[optional]

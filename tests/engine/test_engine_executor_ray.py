@@ -117,3 +117,12 @@ def test_orphan_when_its_raylet_dies_then_it_lives_and_starts_another_ray(temp_d
         ["sh", "-c", '"$@" &', "sh", *command], stdout=subprocess.PIPE, text=True, check=True, timeout=240
     )
     assert done.stdout.split() == ["gone", "there", "ended"]
+
+
+def test_given_a_raylet_that_dies_when_it_is_started_then_the_start_fails_at_once_and_leaves_nothing(
+    temp_dir: str,
+) -> None:
+    command = [sys.executable, "-m", "tests.engine.ray_lost_start", temp_dir]
+    # Ray itself would wait for half a minute.
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=WAIT)
+    assert done.stdout.splitlines() == ["Ray has died while it was started", "[]", "there"]
