@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from novainfer.checkpoint import check_model, resolve_checkpoint
 from novainfer.config import ServeConfig, check
 from novainfer.entrypoints.options import resolve
-from novainfer.entrypoints.serve import with_port
+from novainfer.entrypoints.serve import held_port
 from novainfer.errors import ConfigError
 from novainfer.transport.addresses import RunDir, check_space
 
@@ -143,7 +143,8 @@ def memory(config: ServeConfig) -> Verdict:
 def port(config: ServeConfig) -> Verdict:
     """Whether the HTTP port is free."""
     try:
-        free = with_port(config).server.port
+        with held_port(config) as held:
+            free = held.server.port
     except ConfigError as error:
         return Verdict("port", FAIL, str(error), "stop what listens there, or choose another --port")
     return Verdict("port", OK, f"{config.server.host}:{free} is free")

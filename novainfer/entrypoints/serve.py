@@ -43,7 +43,11 @@ def serve(config: ServeConfig) -> int:
     check_model(config.model)
     if config.model.tokenizer is not None:
         resolve_checkpoint(config.model.tokenizer, revision=config.model.revision)
-    config = seal_keys(with_port(config))
+    with held_port(config) as config:
+        return _serve(seal_keys(config))
+
+
+def _serve(config: ServeConfig) -> int:
     setproctitle.setproctitle("novainfer: supervisor")
     level = config.server.log_level.upper()
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s supervisor: %(message)s")
@@ -53,20 +57,35 @@ def serve(config: ServeConfig) -> int:
         return run_supervisor(config, run_dir)
 
 
-def with_port(config: ServeConfig) -> ServeConfig:
-    """The config with a port that is free now: port 0 becomes a real number. Raises `ConfigError` if it is taken."""
+@contextlib.contextmanager
+def held_port(config: ServeConfig) -> Iterator[ServeConfig]:
+    """The config with a port that is ours: port 0 becomes a real number. Raises `ConfigError` if it is taken.
+
+    On Linux it stays bound: a connection to somewhere else would get its number as soon as no gateway listens, when the
+    first has not begun to or one has died. Gateways listen there all the same, as all have SO_REUSEADDR.
+    """
     host, port = config.server.host, config.server.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of closed connections are free
-            probe.bind(address)
-            free = probe.getsockname()[1]
+        holder = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (try another --port)") from None
-    return replace(config, server=replace(config.server, port=free))
+        raise _no_port(host, port, error) from None
+    with holder:
+        try:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of closed connections are free
+            holder.bind(address)
+        except OSError as error:
+            raise _no_port(host, port, error) from None
+        free = holder.getsockname()[1]
+        if sys.platform != "linux":
+            holder.close()
+        yield replace(config, server=replace(config.server, port=free))
+
+
+def _no_port(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (try another --port)")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from novainfer.entrypoints.cli import build_parser
 from novainfer.entrypoints.keys import seal_keys
 from novainfer.entrypoints.launch import standard_launch
 from novainfer.entrypoints.options import resolve
-from novainfer.entrypoints.serve import run_directory, with_port
+from novainfer.entrypoints.serve import held_port, run_directory
 from novainfer.entrypoints.supervisor import Supervisor
 from novainfer.transport.addresses import Endpoint, RunDir
 from tests.chaos.proxy import Proxy
@@ -80,11 +80,11 @@ def main(argv: list[str]) -> int:
     """Serve; the exit status is the server's."""
     steps_port, reports_port = map(int, argv[:2])
     config = resolve(build_parser()[0].parse_args(argv[2:]), os.environ).config
-    config = seal_keys(with_port(replace(config, parallel=replace(config.parallel, cluster_host=HOST))))
+    config = seal_keys(replace(config, parallel=replace(config.parallel, cluster_host=HOST)))
     setproctitle("novainfer: supervisor")
     level = config.server.log_level.upper()
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s supervisor: %(message)s")
-    with run_directory(config) as run_dir:
+    with held_port(config) as config, run_directory(config) as run_dir:
         from workers.ray_group import RayWorkerGroup
 
         seen = _SeenByRanks(run_dir.path, steps_port, reports_port)

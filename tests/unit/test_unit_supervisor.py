@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gateway.process import bind_http
 from novainfer.config import ServeConfig, ServerConfig
 from novainfer.entrypoints.children import ChildState, ChildTable, Phase, child_environment, exit_words
-from novainfer.entrypoints.serve import run_directory, with_port
+from novainfer.entrypoints.serve import held_port, run_directory
 from novainfer.errors import ConfigError
 from novainfer.protocol.supervision import ChildReady, ChildStarted
 from novainfer.transport import addresses
@@ -294,12 +295,19 @@ def test_a_port_that_is_taken_when_a_server_wants_it_then_it_is_refused_before_a
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
-            with_port(ServeConfig(server=ServerConfig(port=port)))
+        with (
+            pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"),
+            held_port(ServeConfig(server=ServerConfig(port=port))),
+        ):
+            pass
 
 
-def test_port_0_when_resolved_then_it_is_a_free_port() -> None:
-    assert with_port(ServeConfig(server=ServerConfig(port=0))).server.port > 0
+def test_given_port_0_when_it_is_held_then_a_gateway_can_listen_there_and_nobody_else_gets_it() -> None:
+    with held_port(ServeConfig(server=ServerConfig(port=0))) as config, socket.socket() as stranger:
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", config.server.port))
+        for _ in range(2):  # the second one replaces the first
+            bind_http(config.server).close()
 
 
 def test_the_child_table_when_reports_come_in_any_order_then_a_phase_never_goes_back() -> None:
