@@ -170,22 +170,22 @@ def test_given_a_client_that_leaves_while_its_stream_is_claimed_when_another_ask
 ) -> None:
     sent = stream_of()
     server.scheduler.leave_behind(sent, num_tokens=LENGTH)
-    replica, asked = server.scheduler.replica, []
+    replica, answers = server.scheduler.replica, []
     claim = replica._claim
 
     def late(*arguments: Any) -> Any:
         """The client is gone by the time that the scheduler answers."""
-        if not asked:
+        if not answers:
             connection.close()
-            asked.append(arguments)
             while server.gateway.server.server_state.connections:
                 time.sleep(0.001)  # this is the thread that tells of changes
-        return claim(*arguments)
+        answers.append(claim(*arguments))
+        return answers[-1]
 
     replica._claim = late  # type: ignore[method-assign]
     with socket.create_connection(("127.0.0.1", server.gateway.port)) as connection:
         connection.sendall(b"GET /v1/streams/mine HTTP/1.1\r\nHost: x\r\n\r\n")
-        server.scheduler.wait_for(lambda: bool(asked) and len(server.kept_until()) == 1)
+        server.scheduler.wait_for(lambda: bool(answers) and len(server.kept_until()) == 1)
     assert read(server.fetch())[0] == server.tokens(sent)
 
 
