@@ -23,6 +23,7 @@ import psutil
 from novainfer.config import ParallelConfig
 from novainfer.errors import EngineError
 from novainfer.transport.addresses import check_space
+from novainfer.transport.processes import below, children_named, kill, runs
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class RayInstance:
             try:
                 _start_local(self._config, self._run_dir)
             finally:
-                self._servers = _our_servers()
+                self._servers = children_named(_RAY_SERVERS)
             self._watch = _watch_agents(self._servers)
         else:
             import_ray().init(address=self._config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -90,27 +91,25 @@ class RayInstance:
 
     def is_there(self) -> bool:
         """Whether it runs, as far as we can see: on another host we see nothing."""
-        return self.is_started and bool(import_ray().is_initialized()) and all(map(_runs, self._servers))
+        return self.is_started and bool(import_ray().is_initialized()) and all(map(runs, self._servers))
 
     def stop(self) -> None:
         """End a local instance with all its processes, or leave the cluster (idempotent)."""
         if not self.is_started:
             return
-        below = [process for server in self._servers for process in _below(server)]
+        rest = [process for server in self._servers for process in below(server)]
         if not self.is_there():
             for server in self._servers:
-                _kill(server)  # half an instance is of no use, and the rest of it would wait for the other half
+                kill(server)  # half an instance is of no use, and the rest of it would wait for the other half
         import_ray().shutdown()
         if self._watch is not None:
             self._watch.communicate()
             self._watch = None
-        for process in below:
-            _kill(process)
-        psutil.wait_procs(
-            self._servers, timeout=_END_PATIENCE
-        )  # also those whose start failed, which Ray has forgotten
+        for process in rest:
+            kill(process)
+        psutil.wait_procs(self._servers, timeout=_END_PATIENCE)  # also those whose start failed: Ray has forgotten them
         deadline = time.monotonic() + _END_PATIENCE
-        while any(map(_runs, below)) and time.monotonic() < deadline:
+        while any(map(runs, rest)) and time.monotonic() < deadline:
             time.sleep(0.01)  # they are not our children: nothing tells us
         self._servers = []
         self.is_started = False
@@ -129,39 +128,6 @@ def session_dir() -> str:
 
     worker: Any = ray._private.worker
     return str(worker._global_node.get_session_dir_path())
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _our_servers() -> list[psutil.Process]:
-    """Those of a local instance that run."""
-    return [child for child in psutil.Process().children() if _is_server(child)]
-
-
-def _is_server(process: psutil.Process) -> bool:
-    try:
-        return process.name() in _RAY_SERVERS and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        pass
 
 
 def _watch_agents(servers: list[psutil.Process]) -> subprocess.Popen[bytes]:
@@ -247,7 +213,7 @@ def _lean() -> Iterator[None]:
         self._webui_url = ""
 
     def get_living_node(*args: Any, **kwargs: Any) -> Any:
-        if len(_our_servers()) < len(_RAY_SERVERS):
+        if len(children_named(_RAY_SERVERS)) < len(_RAY_SERVERS):
             raise EngineError("Ray has died while it was started")
         return get_node(*args, **kwargs)
 

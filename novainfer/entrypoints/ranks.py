@@ -6,7 +6,6 @@ another process that got the same number. Elsewhere, and for ranks on other host
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -18,6 +17,7 @@ import psutil
 
 from novainfer.entrypoints.children import ChildState
 from novainfer.entrypoints.vitals import STOPPED_TIMEOUT
+from novainfer.transport.processes import below, children_named, is_stopped, kill
 
 logger = logging.getLogger(__name__)
 
@@ -69,35 +69,13 @@ class StrayRanks:
 
     def kill_stopped(self, now: float) -> None:
         """End those that have been stopped for a while. Ray will tell of it. To be called again and again."""
-        raylets = [child for child in psutil.Process().children() if _is_raylet(child)]
-        stopped = [process for raylet in raylets for process in _below(raylet) if _is_stopped(process)]
+        raylets = children_named(("raylet",))
+        stopped = [process for raylet in raylets for process in below(raylet) if is_stopped(process)]
         self._since = {process: self._since.get(process, now) for process in stopped}
         for process, since in self._since.items():
             if now - since > STOPPED_TIMEOUT:
                 logger.error("a process of the ranks (pid %d) was stopped while they were started", process.pid)
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-
-
-def _is_raylet(process: psutil.Process) -> bool:
-    try:
-        return bool(process.name() == "raylet")
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _is_stopped(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
+                kill(process)
 
 
 def _is_dead(process_file: int, timeout_ms: int) -> bool:

@@ -1,4 +1,4 @@
-"""Processes that have imported what a child runs, and wait to be told its arguments (`-m ... TITLE MODULE`).
+"""Processes that have imported what a child runs, and wait to be told its arguments (`-m ... DELAY TITLE MODULE`).
 
 To import takes most of a gateway's start; who is to replace one that died has done it by then.
 """
@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from setproctitle import setproctitle
 
 from novainfer.entrypoints.children import ChildState, python_module, spawn, start
 from novainfer.transport.parent import die_with_parent
+
+_FIRST_DELAY = 5.0  # seconds: the first requests come just then, and have the processors for themselves
 
 
 class Standbys:
@@ -29,13 +32,15 @@ class Standbys:
     def __init__(self, modules: Mapping[str, str]) -> None:
         self._modules = dict(modules)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._delay = _FIRST_DELAY
 
     def prepare(self) -> None:
-        """Start those that are missing. Does not wait."""
+        """Start those that are missing. Does not wait; nor do they, but the first ones, before they import."""
+        delay, self._delay = self._delay, 0.0
         for title, module in self._modules.items():
             process = self._processes.get(module)
             if process is None or process.poll() is not None:
-                command = python_module("novainfer.entrypoints.standby", title, module)
+                command = python_module("novainfer.entrypoints.standby", str(delay), title, module)
                 self._processes[module] = start(command, stdin=subprocess.PIPE)
 
     def spawn(self, child: ChildState, command: Sequence[str]) -> None:
@@ -67,9 +72,10 @@ def _tell(process: subprocess.Popen[bytes], arguments: Sequence[str]) -> bool:
 
 def main(argv: list[str]) -> int:
     """Wait for the arguments, then be what the module is: its exit status; 0 if nothing is to be done any more."""
-    title, module = argv
+    delay, title, module = argv
     die_with_parent()
     setproctitle(f"novainfer: standby {title}")
+    select.select([sys.stdin], [], [], float(delay))
     run: Any = importlib.import_module(module)
     line = sys.stdin.readline()
     if not line:

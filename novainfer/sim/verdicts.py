@@ -33,11 +33,13 @@ class Verdicts:
         self._supervisor = supervisor
         self._is_quiet = not faults
         killed = [fault.index for fault in faults if (fault.kind, fault.target) == ("kill", "gateway")]
-        # One gateway dies, and the others' wires lose a message or two.
-        self._claims_must_work = len(killed) == 1 and all(
-            (fault.kind, fault.target) == ("kill", "gateway")
-            or (fault.target == "gateway wire" and fault.kind in _SMALL_LOSSES and fault.index != killed[0])
-            for fault in faults
+        others = [fault for fault in faults if (fault.kind, fault.target) != ("kill", "gateway")]
+        # One gateway dies, and the others' wires lose a message at most: one lost claim costs its client half the grace
+        # time (`SimClient._patience`), two the whole of it.
+        self._claims_must_work = (
+            len(killed) == 1
+            and all(f.target == "gateway wire" and f.kind in _SMALL_LOSSES and f.index != killed[0] for f in others)
+            and sum(fault.kind != "duplicate" for fault in others) <= 1
         )
         self._cut_off = [f.index for f in faults if f.target == "gateway wire" and f.duration == FOREVER]
         # Of a death in which a rank says that it failed, which looks like the fault of what ran, two are enough for an
