@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from workers.worker import Worker
 
 HERE = "here"  # a spare rank stands by
-_SPARE_NICENESS = 5
+# On CPUs a rank computes with all of them: the gateway, whose work is little, gets its turn at once all the same.
+_NICENESS = 5
+_SPARE_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,15 @@ def import_all() -> None:
 def be_rank(connection: socket.socket) -> None:
     """The life of a rank's process, from its first order on. Raises what made the rank fail, after telling its host."""
     from workers.step_loop import run_rank
+    from workers.worker import choose_device
 
     with connection.makefile("rw", encoding="utf-8") as talk:
         try:
             order = Order.from_line(talk.readline())
             os.environ.update(order.environ)
             launch, worker = RankLaunch.from_json(order.launch), None
+            if choose_device(launch.config.parallel, launch.place.rank).type == "cpu":
+                os.nice(_NICENESS)
             logging.basicConfig(level=launch.config.server.log_level.upper())
             if order.is_spare:
                 launch, worker = _stand_by(launch, talk)

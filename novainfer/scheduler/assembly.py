@@ -41,6 +41,8 @@ class StepAssembly:
         self._pace = pace
         self._max_tokens = max_num_batched_tokens
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
+        self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
+        self._is_yielding = False  # they make way, in this step
 
     def schedule_alone(self, suspect: Sequence) -> bool:
         """A step for this sequence and no other; False if it has to wait for rows or blocks like any other."""
@@ -56,9 +58,15 @@ class StepAssembly:
     def schedule_all(self) -> None:
         """Everybody who can go on, and new ones as long as there is room."""
         self._placement.restore_shares()
+        self._excess = self._rows.excess() if self._shares.num_present > 1 else {}
+        self._is_yielding = bool(self._excess) and self._is_somebody_owed()
         self._schedule_decodes()
         self._schedule_chunks()
         self._admit()
+        if self._is_yielding and not self._chunk_tokens:  # for nobody: what was to start could not
+            self._is_yielding = False
+            self._schedule_chunks()
+            self._admit()
 
     def _schedule_decodes(self) -> None:
         """Rows with one token to compute go first: a long prompt must not make them wait."""
@@ -69,19 +77,29 @@ class StepAssembly:
             if sequence.is_running and self._placement.grow(sequence, self.batch, order):
                 self._add(sequence, 1)
 
+    def _is_somebody_owed(self) -> bool:
+        """Whether a prompt can be computed of a tenant that is not far above its share and got no more service."""
+        prompts = [s for s in self._rows.running if s.num_tokens - s.num_computed_tokens > 1]
+        if self._rows.num_free:
+            prompts += self._waiting.heads(self._excess)
+        most = max(self._shares.of(name).served for name in self._excess)
+        return any(s.tenant not in self._excess and self._shares.of(s.tenant).served <= most for s in prompts)
+
     def _paced(self, wanted: list[Sequence]) -> list[Sequence]:
-        """The rows of this step: those of tenants far above their share take turns where all would make it long."""
-        if self._shares.num_present < 2:
+        """The rows of this step: those of tenants far above their share take turns where all would make it long, and no
+        more than their share of them runs beside a prompt of another one.
+        """
+        if not self._excess:
             return wanted
-        excess = self._rows.excess()
-        base = [s for i, s in enumerate(wanted) if i == 0 or s.tenant not in excess]
-        others = [s for i, s in enumerate(wanted) if i > 0 and s.tenant in excess]
-        due = sum(self._shares.rows_due(self._shares.of(name), self._rows.num_rows) for name in excess)
+        base = [s for i, s in enumerate(wanted) if i == 0 or s.tenant not in self._excess]
+        others = [s for i, s in enumerate(wanted) if i > 0 and s.tenant in self._excess]
+        due = sum(self._shares.rows_due(self._shares.of(name), self._rows.num_rows) for name in self._excess)
         if len(others) <= due:
             return wanted
         others.sort(key=lambda s: (s.last_step, s.age))
-        allowed = self._pace.rows_allowed([s.num_tokens for s in base], [s.num_tokens for s in others])
-        chosen = {id(s) for s in (*base, *others[: max(allowed, due)])}
+        if not self._is_yielding:
+            due = max(due, self._pace.rows_allowed([s.num_tokens for s in base], [s.num_tokens for s in others]))
+        chosen = {id(s) for s in (*base, *others[:due])}
         return [s for s in wanted if id(s) in chosen]
 
     def _schedule_chunks(self) -> None:
@@ -131,6 +149,8 @@ class StepAssembly:
 
     def _chunk_room(self, name: str) -> int:
         """Prompt tokens that the tenant may still have in this step."""
+        if self._is_yielding and name in self._excess:
+            return 0
         part = 1.0
         if self._shares.num_present > 1:
             part = max(self._shares.share(self._shares.of(name)) * _CROWDED_PART, _SMALLEST_PART)

@@ -45,6 +45,10 @@ class StepPace:
                 return count
         return len(others)
 
+    def is_long(self, num_tokens: int, context: int) -> bool:
+        """Whether such a step disturbs who waits for its end."""
+        return self._num_steps >= _MIN_STEPS and self._predict(num_tokens, context) > UNDISTURBED_SECONDS
+
     def _predict(self, num_tokens: int, context: int) -> float:
         if self._weights is None:
             self._weights = tuple(max(value, 0.0) for value in _solve(self._moments, self._sums))

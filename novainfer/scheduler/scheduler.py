@@ -241,7 +241,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Put the next step together; None if no sequence can go on before a result or a message arrives."""
-        if not self._has_workers:
+        if not self._has_workers or self._keeps_the_way_free():
             return None
         suspect = self._isolation.next_suspect()
         if suspect is not None and self._in_flight:
@@ -269,6 +269,15 @@ class Scheduler:
                 request.prompt_computed = True
                 self._release_followers(request)
         return plan
+
+    def _keeps_the_way_free(self) -> bool:
+        """While one tenant's many rows make steps long, none queues behind the one that runs: another tenant's next
+        request would have to wait for both.
+        """
+        if not self._in_flight or self._shares.num_present < 2:
+            return False
+        newest = self._in_flight[-1]
+        return self._pace.is_long(newest.num_tokens, newest.context) and bool(self._rows.excess())
 
     def update(self, result: StepResult) -> StepOutputs:
         """Apply the oldest step's result. Raises `EngineError` if it is not that step's."""

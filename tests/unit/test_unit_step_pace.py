@@ -47,3 +47,10 @@ def test_given_few_steps_when_rows_are_asked_for_then_nothing_is_known_and_all_m
     assert pace.rows_allowed([10], [1000] * 60) == 60
     pace.observe(1.0, 64, 64_000)
     assert pace.rows_allowed([10], [1000] * 60) < 60
+
+
+def test_given_what_was_learnt_when_a_step_takes_longer_than_disturbs_nobody_then_it_is_long() -> None:
+    pace = learnt(0.001, 0.001, 0.0)
+    assert not pace.is_long(10, 1000)
+    assert pace.is_long(25, 1000)
+    assert not StepPace().is_long(1000, 1_000_000), "nothing is known"
