@@ -102,8 +102,12 @@ class Generation:
         self._stream.close()
 
     async def wait(self) -> None:
-        """Return once `take` has something, or everything has ended."""
+        """Return once `take` has something, everything has ended, or `wake` was called."""
         await self._stream.wait()
+
+    def wake(self) -> None:
+        """End a wait, though nothing may be there."""
+        self._stream.wake()
 
     @property
     def finished(self) -> bool:
@@ -249,8 +253,7 @@ class Generation:
         if not last:
             self._metrics.first_token.observe(now - self._info.started)
             return
-        for _ in range(count):
-            self._metrics.between_tokens.observe((now - last) / count)
+        self._metrics.between_tokens.observe((now - last) / count, count)
 
 
 def _parts(item: TokenOutput | PromptLogprobs) -> Iterator[TokenOutput | PromptLogprobs]:

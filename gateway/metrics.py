@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.histogram import TokenHistogram
 from novainfer.protocol.messages import EngineInfo, EngineStats
 
 _FIRST_TOKEN_BUCKETS = (
@@ -46,9 +47,13 @@ class GatewayMetrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_BUCKETS, model_name
         )
-        self.between_tokens = self._histogram(
-            "inter_token_latency_seconds", "Between the tokens of a choice.", _BETWEEN_TOKENS_BUCKETS, model_name
+        self.between_tokens = TokenHistogram(
+            "novainfer_inter_token_latency_seconds",
+            "Between the tokens of a choice.",
+            _BETWEEN_TOKENS_BUCKETS,
+            {"model_name": model_name},
         )
+        self._registry.register(self.between_tokens)
         self.whole = self._histogram(
             "e2e_request_latency_seconds", "From the request to its last token.", _WHOLE_BUCKETS, model_name
         )

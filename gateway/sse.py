@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,6 +16,7 @@ from gateway.body import ClientGone
 from gateway.errors import to_api_error
 from gateway.generation import Generation
 from gateway.slices import PART_BYTES, Slices
+from gateway.watch import Watch
 from novainfer.client.output import ChoiceDelta
 from novainfer.errors import EngineError, NovaInferError
 
@@ -72,21 +74,23 @@ class SseResponse:
         stall_seconds: float,
     ) -> None:
         """stall_seconds: a client that takes nothing for so long is given up."""
-        self._stall_seconds = stall_seconds
         self._generation = generation
         self._chunks = chunks
         self._last = last
         self._headers = [*_HEADERS, *((k.encode(), v.encode()) for k, v in headers.items())]
         self._started = False
+        self._is_quiet = False  # for so long that the client shall hear that we are there
         self._slices = Slices()
+        self._watch = Watch(KEEP_ALIVE_SECONDS, stall_seconds, self._wake)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run to the end. Raises what went wrong only while nothing was sent."""
         self._generation.watch(receive)
         try:
-            while not self._generation.finished:
-                await self._send_some(send)
-            await self._send_last(send, await self._wait_for_last(send), _transport(receive))
+            async with self._watch:
+                while not self._generation.finished:
+                    await self._send_some(send)
+                await self._send_last(send, await self._wait_for_last(send), _transport(receive))
         except (ClientGone, TimeoutError, OSError):
             self._generation.client_gone = True
         except Exception as error:
@@ -95,15 +99,17 @@ class SseResponse:
             if not isinstance(error, NovaInferError):
                 log.exception("a stream failed")
                 error = EngineError("The server failed during this stream.")
-            await self._send(send, event(to_api_error(error).body), more=False)
+            with contextlib.suppress(TimeoutError, OSError):
+                async with self._watch:
+                    await self._send(send, event(to_api_error(error).body), more=False)
 
     async def _send_some(self, send: Send) -> None:
-        try:
-            async with asyncio.timeout(KEEP_ALIVE_SECONDS):
-                await self._generation.wait()
-        except TimeoutError:
+        self._watch.waits_since = self._watch.time()
+        await self._generation.wait()
+        self._watch.waits_since = None
+        if self._is_quiet:
+            self._is_quiet = False
             await self._send(send, KEEP_ALIVE)
-            return
         data, is_due = b"", False
         for delta in self._generation.take():
             await self._chunks.prepare(delta)
@@ -137,11 +143,16 @@ class SseResponse:
             transport.set_write_buffer_limits()
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        async with asyncio.timeout(self._stall_seconds):
-            if not self._started:
-                self._started = True
-                await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._watch.sends_since = self._watch.time()
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._watch.sends_since = None
+
+    def _wake(self) -> None:
+        self._is_quiet = True
+        self._generation.wake()
 
 
 def _transport(receive: Receive) -> asyncio.WriteTransport | None:

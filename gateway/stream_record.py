@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 from gateway.errors import ApiError
 from gateway.schemas import ChatRequest, CompletionRequest
@@ -55,6 +55,9 @@ class StreamRecord:
         )
 
 
+_FIELDS = tuple(field.name for field in fields(StreamRecord))
+
+
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
     """One of the `count` prompts of a stream. `echo`: its text where the answer repeats it."""
@@ -66,7 +69,9 @@ class PromptRecord:
 
     def to_json(self) -> str:
         """For `AddRequest.answer`."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        stream = {name: getattr(self.stream, name) for name in _FIELDS}
+        data = {"stream": stream, "number": self.number, "count": self.count, "echo": self.echo}
+        return json.dumps(data, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> PromptRecord:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 HERE = "here"  # a spare rank stands by
 # On CPUs a rank computes with all of them: the gateway, whose work is little, gets its turn at once all the same.
-_NICENESS = 5
-_SPARE_NICENESS = 10
+_NICENESS = 3
+_SPARE_NICENESS = 8
 
 
 @dataclass(frozen=True, slots=True)

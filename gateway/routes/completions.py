@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from starlette.responses import Response
 
 from gateway.routes.endpoint import Call
@@ -30,14 +32,8 @@ def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list
     """One or many prompts, as a list. A list of integers is one prompt."""
     if isinstance(prompt, str):
         return [prompt]
-    many: list[Prompt] = []
-    single: list[int] = []
-    for item in prompt:
-        if isinstance(item, int):
-            single.append(item)
-        else:
-            many.append(item)
-    prompts: list[Prompt] = [single] if single else many
+    is_one = bool(prompt) and isinstance(prompt[0], int)  # the schema has no lists of both kinds
+    prompts = cast(list[Prompt], [prompt] if is_one else prompt)
     if not prompts or len(prompts) > MAX_PROMPTS:
         raise InvalidRequestError(f"prompt must hold 1 to {MAX_PROMPTS} prompts.", param="prompt")
     return prompts

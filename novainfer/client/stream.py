@@ -50,8 +50,8 @@ class RequestStream:
         return not self._order and not self._live and self._error is None
 
     async def wait(self) -> None:
-        """Return once something can be taken, or the stream has ended."""
-        while not self._order and self._error is None and self._live:
+        """Return once something can be taken, the stream has ended, or `wake` was called."""
+        if not self._order and self._error is None and self._live:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -74,13 +74,13 @@ class RequestStream:
             self._order.append(key)
         else:
             waiting.append(item)
-        self._wake()
+        self.wake()
 
     def end(self, request_id: str, error: Exception | None = None) -> None:
         """One request has ended; an error ends the whole stream."""
         self._live.discard(request_id)
         self._error = self._error or error
-        self._wake()
+        self.wake()
 
     def cancel(self, request_id: str, choice: int = -1) -> None:
         """End one request, or one choice of it, because the reader has all that it wants."""
@@ -94,13 +94,16 @@ class RequestStream:
             else:
                 self._told(request_id)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """End a wait, though nothing may be there."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 def _merge(items: list[StreamItem]) -> StreamItem:
     """What has piled up of one choice, or of one prompt, as one."""
+    if len(items) == 1:
+        return items[0]
     parts = [item for item in items if isinstance(item, PromptLogprobs)]
     if parts:
         return merge_prompt_logprobs(parts)

@@ -1,0 +1,62 @@
+"""Time limits for what a task does again and again: one timer for all of it, where `asyncio.timeout` takes one each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+
+class Watch:
+    """Whether its task waits, or sends, for too long; to be used in an `async with` of that task, and by it alone.
+
+    Set `waits_since` and `sends_since` (loop time; None: it does not) around the one and the other. After
+    `wait_seconds` of a wait `on_wait` is called, again and again; sending for `send_seconds` raises TimeoutError there.
+    """
+
+    def __init__(self, wait_seconds: float, send_seconds: float, on_wait: Callable[[], None]) -> None:
+        self.waits_since: float | None = None
+        self.sends_since: float | None = None
+        self._wait_seconds = wait_seconds
+        self._send_seconds = send_seconds
+        self._on_wait = on_wait
+
+    async def __aenter__(self) -> Watch:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("only a task can be watched")
+        self._task = task
+        self._num_cancels = task.cancelling()  # others', from before
+        self._loop = asyncio.get_running_loop()
+        self._is_late = False
+        self.waits_since = self.sends_since = None
+        self._arm(self._loop.time())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        if self._is_late and self._task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
+            raise TimeoutError from error
+
+    def time(self) -> float:
+        """Of the loop."""
+        return self._loop.time()
+
+    def _arm(self, now: float) -> None:
+        """For the moment when something that goes on, or begins now, may have taken too long."""
+        waits = now if self.waits_since is None else self.waits_since
+        sends = now if self.sends_since is None else self.sends_since
+        self._timer = self._loop.call_at(min(waits + self._wait_seconds, sends + self._send_seconds), self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self.sends_since is not None and now >= self.sends_since + self._send_seconds:
+            self._is_late = True
+            self._task.cancel()
+            return
+        if self.waits_since is not None and now >= self.waits_since + self._wait_seconds:
+            self.waits_since = now
+            self._on_wait()
+        self._arm(now)
