@@ -36,7 +36,7 @@ from novainfer.protocol.messages import (
     Unlinked,
 )
 from novainfer.transport.addresses import Endpoint
-from novainfer.transport.channel import bind_router
+from tests.serving_thread import ServingThread
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -87,15 +87,15 @@ class _Live:
     done: list[bool] = field(default_factory=list)
 
 
-class ScriptedScheduler:
-    """Answers gateways over real ZeroMQ from a thread of its own.
+class ScriptedScheduler(ServingThread):
+    """Answers gateways until closed.
 
     script(request, choice) may give the tokens of a choice (it then ends with 'stop' if they run out); otherwise they
     come from `oracle_token` until max_tokens. reject(request) may refuse. While `paused` is set no token is made.
     """
 
     def __init__(self, endpoint: Endpoint, *, vocab_size: int, max_model_len: int = 256) -> None:
-        self.endpoint = endpoint
+        super().__init__(endpoint)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.epoch = 1
@@ -114,29 +114,12 @@ class ScriptedScheduler:
         self.live: dict[str, _Live] = {}
         self.step = 0
         self.seconds_since_progress = 0.0
-        self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self.links: dict[bytes, GatewayLink] = {}
         self._next_stats = 0.0
-        self._stop = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = bind_router(self._context, endpoint)
-        self._thread = threading.Thread(target=self._run, name="scripted-scheduler")
-        self._thread.start()
+        self._start()
 
     # -- for tests ----------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Go away without a word, as a killed process does."""
-        self._stop = True
-        self._thread.join()
-        self._socket.close()
-        self._context.term()
-
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 20.0) -> None:
-        """Block until `condition` holds after some event here."""
-        with self._changed:
-            assert self._changed.wait_for(condition, timeout), "the scripted scheduler never came to that state"
 
     def restart(self) -> None:
         """Forget everything and come back with the next epoch."""
@@ -166,20 +149,16 @@ class ScriptedScheduler:
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._stop:
-            moved = self._receive()
-            while self._commands:
-                self._commands.pop(0)()
-            if not self.paused.is_set():
-                moved = self._make_tokens() or moved
-            self._publish_stats()
-            with self._changed:
-                self._changed.notify_all()
-            if not moved:
-                self._socket.poll(5)
-            elif self.step_seconds:
-                time.sleep(self.step_seconds)  # the pace of an engine, not a wait for something
+    def _turn(self) -> bool:
+        moved = self._receive()
+        while self._commands:
+            self._commands.pop(0)()
+        if not self.paused.is_set():
+            moved = self._make_tokens() or moved
+        self._publish_stats()
+        if moved and self.step_seconds:
+            time.sleep(self.step_seconds)  # the pace of an engine, not a wait for something
+        return moved
 
     def _receive(self) -> bool:
         moved = False

@@ -15,8 +15,9 @@ from novainfer.protocol.link import Packet
 from novainfer.protocol.messages import AddRequest, Hello, OutputBatch
 from novainfer.protocol.step import IndexedBlock, StepResult
 from novainfer.transport.addresses import Endpoint
-from novainfer.transport.channel import bind_router, connect_dealer
+from novainfer.transport.channel import connect_dealer
 from tests.oracle import OracleExecutor
+from tests.serving_thread import ServingThread
 
 
 class OracleGroup(OracleExecutor):
@@ -48,31 +49,14 @@ def make_replica(group: OracleGroup, to_gateway: Callable[[bytes, Packet], bool]
     return Replica(config, group, ReplicaLinks(to_gateway, lambda report: None), number=0, epoch=1, now=now)
 
 
-class ReplicaThread:
-    """Serves gateways over real ZeroMQ until closed. `replica` is to look at; `group.paused` may be set."""
+class ReplicaThread(ServingThread):
+    """Serves gateways until closed. `replica` is to look at; `group.paused` may be set."""
 
     def __init__(self, endpoint: Endpoint, *, vocab_size: int, grace: float = 30.0) -> None:
-        self.endpoint = endpoint
+        super().__init__(endpoint)
         self.group = OracleGroup(vocab_size=vocab_size, block_size=16, num_blocks=256)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = bind_router(self._context, endpoint)
         self.replica = make_replica(self.group, self._send, grace, time.monotonic())
-        self._stop = False
-        self._turned = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="replica")
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread and the socket."""
-        self._stop = True
-        self._thread.join()
-        self._socket.close()
-        self._context.term()
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Block until `condition` holds after a turn."""
-        with self._turned:
-            assert self._turned.wait_for(condition, 20), "the scheduler never came to that state"
+        self._start()
 
     def leave_behind(self, *requests: AddRequest, num_tokens: int = 0) -> None:
         """A gateway that sends these and dies, once so many tokens of each have come; return when they are orphans."""
@@ -98,13 +82,8 @@ class ReplicaThread:
             return False
         return True
 
-    def _run(self) -> None:
-        while not self._stop:
-            while self._socket.poll(0):
-                identity, *frames = self._socket.recv_multipart()
-                self.replica.handle(identity, Packet.of(frames), time.monotonic())
-            moved = self.replica.turn(time.monotonic())
-            with self._turned:
-                self._turned.notify_all()
-            if not moved:
-                self._socket.poll(5)
+    def _turn(self) -> bool:
+        while self._socket.poll(0):
+            identity, *frames = self._socket.recv_multipart()
+            self.replica.handle(identity, Packet.of(frames), time.monotonic())
+        return self.replica.turn(time.monotonic())
