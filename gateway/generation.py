@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Receive
 
@@ -32,6 +32,7 @@ from novainfer.sampling.params import SamplingParams
 from novainfer.text.detokenizer import Detokenizer
 from novainfer.text.tokenizer import Tokenizer
 
+_MOST_POURED = 64  # tokens at once: so many take a fraction of a millisecond
 SLICE_ENTRIES = 1024  # tokens, and log-probabilities at their places, that one delta tells at most
 
 
@@ -50,6 +51,17 @@ class PromptState:
     told: list[int] = field(default_factory=list)
     num_cached_tokens: int | None = None  # as first told; a recovered engine finds its own output cached too
     logprobs: list[Logprobs] = field(default_factory=list)
+
+
+class Sink(Protocol):
+    """Takes deltas at once, or not at all."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it would take one now."""
+
+    def write(self, delta: ChoiceDelta) -> None:
+        """Take a delta without log-probabilities or the engine's finish reason."""
 
 
 class Generation:
@@ -77,7 +89,8 @@ class Generation:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._info = info
-        self._failure: DeadlineError | None = None
+        self._failure: Exception | None = None
+        self._sink: Sink | None = None
         self._n = prompts[0].params.n
         self._prompt_of = {prompt.request_id: number for number, prompt in enumerate(prompts)}
         self.outputs = [
@@ -104,6 +117,30 @@ class Generation:
     async def wait(self) -> None:
         """Return once `take` has something, everything has ended, or `wake` was called."""
         await self._stream.wait()
+
+    async def wait_and_pour(self, sink: Sink) -> None:
+        """The same; meanwhile plain tokens go to the sink as they come, without a task that would have to wake up."""
+        self._sink = sink
+        self._stream.direct = self._pour
+        try:
+            await self._stream.wait()
+        finally:
+            self._stream.direct = self._sink = None
+
+    def _pour(self, item: TokenOutput) -> bool:
+        """Whether this output was one for the sink."""
+        if item.finish_reason is not None or item.logprobs or len(item.token_ids) > _MOST_POURED:
+            return False
+        if self._sink is None or not self._sink.is_open or self.client_gone or self._failure is not None:
+            return False
+        try:
+            delta = self._fresh(item)
+            if delta is not None:
+                self._sink.write(delta)
+        except Exception as error:
+            self._failure = error  # the one who waits raises it
+            self.wake()
+        return True
 
     def wake(self) -> None:
         """End a wait, though nothing may be there."""

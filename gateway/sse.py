@@ -13,6 +13,7 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from gateway.body import ClientGone
+from gateway.connection import BodyWriter
 from gateway.errors import to_api_error
 from gateway.generation import Generation
 from gateway.slices import PART_BYTES, Slices
@@ -81,11 +82,13 @@ class SseResponse:
         self._started = False
         self._is_quiet = False  # for so long that the client shall hear that we are there
         self._slices = Slices()
+        self._writer: BodyWriter | None = None
         self._watch = Watch(KEEP_ALIVE_SECONDS, stall_seconds, self._wake)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run to the end. Raises what went wrong only while nothing was sent."""
         self._generation.watch(receive)
+        self._writer = BodyWriter.of(receive)
         try:
             async with self._watch:
                 while not self._generation.finished:
@@ -105,7 +108,10 @@ class SseResponse:
 
     async def _send_some(self, send: Send) -> None:
         self._watch.waits_since = self._watch.time()
-        await self._generation.wait()
+        if self._started and self._writer is not None:
+            await self._generation.wait_and_pour(self)
+        else:
+            await self._generation.wait()
         self._watch.waits_since = None
         if self._is_quiet:
             self._is_quiet = False
@@ -121,6 +127,18 @@ class SseResponse:
             await self._slices.pause()
         if is_due:
             await self._send(send, data)
+
+    @property
+    def is_open(self) -> bool:
+        """See `Sink`."""
+        return self._writer is not None and self._writer.is_open
+
+    def write(self, delta: ChoiceDelta) -> None:
+        """See `Sink`."""
+        data = self._chunks(delta)
+        if data and self._writer is not None:
+            self._writer.write(data)
+            self._watch.waits_since = self._watch.time()
 
     async def _wait_for_last(self, send: Send) -> bytes:
         last = asyncio.ensure_future(self._last())

@@ -37,6 +37,7 @@ class RequestStream:
         self._pending: dict[tuple[str, int], list[StreamItem]] = {}
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.direct: Callable[[TokenOutput], bool] | None = None  # see `push`
 
     def take_ready(self) -> list[StreamItem]:
         """All that can be had without waiting; [] when nothing is there. Raises what ended a request early."""
@@ -65,7 +66,12 @@ class RequestStream:
         return item
 
     def push(self, item: StreamItem) -> None:
-        """Add an output (the client's reader task)."""
+        """Add an output (the client's reader task).
+
+        `direct` may take it at once, if nothing waits before it; it says whether it did, and does not raise.
+        """
+        if self.direct is not None and not self._order and isinstance(item, TokenOutput) and self.direct(item):
+            return
         choice = item.choice if isinstance(item, TokenOutput) else -1
         key = (item.request_id, choice)
         waiting = self._pending.get(key)

@@ -1,0 +1,291 @@
+"""Tokens that go straight into the connection: the same stream as through the task, whenever which way is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.types import Message
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from gateway.answers import chunks_of
+from gateway.body import ClientGone
+from gateway.connection import BodyWriter
+from gateway.context import RequestInfo
+from gateway.generation import Generation, PromptState
+from gateway.metrics import GatewayMetrics
+from gateway.schemas import CompletionRequest
+from gateway.sse import SseResponse
+from gateway.stream_record import StreamRecord
+from novainfer.client.output import ChoiceDelta
+from novainfer.client.stream import RequestStream
+from novainfer.protocol.messages import EngineInfo, TokenOutput
+from novainfer.sampling.params import SamplingParams
+from novainfer.text.tokenizer import Tokenizer
+from tests.fakes import write_tokenizer
+
+pytestmark = pytest.mark.unit
+
+PROMPT = [5, 6, 7]
+REQUEST = CompletionRequest.model_validate({"prompt": "x", "stream": True, "return_token_ids": True})
+
+
+class Pipe(asyncio.Transport):
+    """Takes all that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = b""
+
+    def write(self, data: Any) -> None:
+        self.data += bytes(data)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """It has no buffer."""
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        """Nothing comes."""
+
+    def resume_reading(self) -> None:
+        """Nothing comes."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tiny")))
+
+
+def cycle_on(pipe: Pipe) -> RequestResponseCycle:
+    log = logging.getLogger("test")
+    scope: Any = {"type": "http", "method": "POST", "http_version": "1.1", "client": None, "path": "/"}
+    return RequestResponseCycle(
+        scope=scope,
+        transport=pipe,
+        flow=FlowControl(pipe),
+        logger=log,
+        access_logger=log,
+        access_log=False,
+        default_headers=[],
+        message_event=asyncio.Event(),
+        expect_100_continue=False,
+        keep_alive=True,
+        on_response=lambda: None,
+    )
+
+
+class Server:
+    """One stream from an engine that the test plays to a pipe."""
+
+    def __init__(self, tokenizer: Tokenizer, **params: Any) -> None:
+        self.stream = RequestStream(["r"], lambda *_: self.cancels.append("r"))
+        self.cancels: list[str] = []
+        self.pipe = Pipe()
+        self.cycle = cycle_on(self.pipe)
+        self.generation = Generation(
+            [PromptState("r", PROMPT, SamplingParams(max_tokens=100, **params), [2])],
+            self.stream,
+            tokenizer,
+            GatewayMetrics("m", lambda: (None, None, 0)),
+            engine=EngineInfo(1, True),
+            info=RequestInfo("r"),
+            after_prompt=True,
+        )
+        record = StreamRecord.of(REQUEST, "id", 1, "m", receipt=False)
+        self.chunks = chunks_of(self.generation, record, None)
+        self.response = SseResponse(self.generation, self.chunks, self.chunks.last, {}, 30.0)
+        self.num_sent = 0
+
+    async def send(self, message: Message) -> None:
+        """The way through the layers."""
+        self.num_sent += 1
+        await self.cycle.send(message)  # type: ignore[arg-type]
+
+    def start(self) -> asyncio.Task[None]:
+        scope: Any = self.cycle.scope
+        return asyncio.create_task(self.response(scope, self.cycle.receive, self.send))
+
+    def events(self) -> list[dict[str, Any]]:
+        """What the client has got, but `[DONE]`."""
+        head, _, rest = self.pipe.data.partition(b"\r\n\r\n")
+        assert b"transfer-encoding: chunked" in head.lower()
+        body = b""
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            length = int(size, 16)
+            assert rest[length : length + 2] == b"\r\n"
+            body, rest = body + rest[:length], rest[length + 2 :]
+        return [json.loads(part[6:]) for part in body.decode().split("\n\n") if part.startswith("data: {")]
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def token_ids(events: list[dict[str, Any]]) -> list[int]:
+    return [i for event in events for choice in event["choices"] for i in choice.get("token_ids") or []]
+
+
+def text(events: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_given_any_pace_and_a_client_that_is_slow_at_times_when_streamed_then_all_comes_once_and_in_order(
+    tokenizer: Tokenizer, seed: int
+) -> None:
+    rng = random.Random(seed)
+    tokens = [rng.randrange(3, 300) for _ in range(rng.randrange(2, 60))]
+
+    async def main() -> list[dict[str, Any]]:
+        server = Server(tokenizer)
+        task = server.start()
+        place = 0
+        while place < len(tokens):
+            count = min(rng.choice([1, 1, 1, 2, 5, 80]), len(tokens) - place)
+            part = tokens[place : place + count]
+            is_last = place + count == len(tokens)
+            server.stream.push(TokenOutput("r", 0, place, part, "length" if is_last else None))
+            place += count
+            if rng.random() < 0.2:
+                server.cycle.flow.pause_writing()
+            if rng.random() < 0.7:
+                await settle()
+            if rng.random() < 0.7:
+                server.cycle.flow.resume_writing()
+        server.stream.end("r")
+        server.cycle.flow.resume_writing()
+        await asyncio.wait_for(task, 20)
+        server.generation.close()
+        return server.events()
+
+    events = asyncio.run(main())
+    assert token_ids(events) == tokens
+    assert text(events) == tokenizer.decode([*PROMPT, *tokens])[len(tokenizer.decode(PROMPT)) :]
+    assert [c["finish_reason"] for event in events for c in event["choices"]][-1] == "length"
+
+
+def test_given_a_stream_that_has_begun_when_plain_tokens_come_then_no_task_is_needed(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        server = Server(tokenizer)
+        task = server.start()
+        server.stream.push(TokenOutput("r", 0, 0, [5]))
+        await settle()
+        sent = server.num_sent
+        for place in range(1, 6):
+            server.stream.push(TokenOutput("r", 0, place, [5 + place]))
+        assert token_ids(server.events()) == [5, 6, 7, 8, 9, 10], "at once"
+        assert server.num_sent == sent
+        server.cycle.flow.pause_writing()
+        server.stream.push(TokenOutput("r", 0, 6, [11]))
+        await settle()
+        assert token_ids(server.events()) == [5, 6, 7, 8, 9, 10], "its client is slow"
+        server.cycle.flow.resume_writing()
+        await settle()
+        assert token_ids(server.events()) == [5, 6, 7, 8, 9, 10, 11]
+        task.cancel()
+        await asyncio.wait([task])
+        server.generation.close()
+
+    asyncio.run(main())
+
+
+def test_given_a_stop_string_when_it_is_met_on_the_way_then_the_choice_ends_and_the_engine_hears(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    tokens = [5, 6, 7, 8, 9]
+    after = tokenizer.decode([*PROMPT, 5, 6])
+    stop = tokenizer.decode([*PROMPT, 5, 6, 7])[len(after) :]
+
+    async def main() -> None:
+        server = Server(tokenizer, stop=[stop])
+        task = server.start()
+        for place, token in enumerate(tokens):
+            server.stream.push(TokenOutput("r", 0, place, [token]))
+            await settle()
+        assert server.cancels == ["r"]
+        server.stream.end("r")
+        await asyncio.wait_for(task, 20)
+        server.generation.close()
+        events = server.events()
+        assert token_ids(events) == [5, 6, 7]
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+        assert text(events) == after[len(tokenizer.decode(PROMPT)) :]
+
+    asyncio.run(main())
+
+
+def test_given_a_fault_on_the_way_when_a_token_comes_then_the_stream_ends_with_an_error(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        server = Server(tokenizer)
+        task = server.start()
+        server.stream.push(TokenOutput("r", 0, 0, [5]))
+        await settle()
+
+        def fail(writer: BodyWriter, data: bytes) -> None:
+            raise RuntimeError("a fault")
+
+        monkeypatch.setattr(BodyWriter, "write", fail)
+        server.stream.push(TokenOutput("r", 0, 1, [6]))  # raises nothing here: other streams are behind it
+        await asyncio.wait_for(task, 20)
+        server.generation.close()
+        assert "error" in server.events()[-1]
+
+    asyncio.run(main())
+
+
+def test_given_a_client_that_has_gone_when_a_token_comes_then_nothing_is_written(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        server = Server(tokenizer)
+        task = server.start()
+        server.stream.push(TokenOutput("r", 0, 0, [5]))
+        await settle()
+        server.generation.client_gone = True
+        before = server.pipe.data
+        server.stream.push(TokenOutput("r", 0, 1, [6]))
+        await asyncio.wait_for(task, 20)
+        server.generation.close()
+        assert server.pipe.data == before
+        with pytest.raises(ClientGone):
+            list(server.generation.take())
+
+    asyncio.run(main())
+
+
+def test_given_another_server_when_its_receive_is_asked_then_there_is_no_short_way() -> None:
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    assert BodyWriter.of(receive) is None
+
+
+def test_given_a_delta_without_text_when_written_then_no_empty_part_ends_the_body(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        server = Server(tokenizer)
+        task = server.start()
+        server.stream.push(TokenOutput("r", 0, 0, [5]))
+        await settle()
+        server.chunks = lambda delta: b""  # type: ignore[assignment]
+        server.response._chunks = server.chunks
+        before = server.pipe.data
+        server.response.write(ChoiceDelta(0))
+        assert server.pipe.data == before
+        task.cancel()
+        await asyncio.wait([task])
+        server.generation.close()
+
+    asyncio.run(main())
