@@ -38,6 +38,10 @@ CLIENTS = 6
 MEAN_PAUSE = 0.3  # seconds that a client waits between two requests
 SAMPLE_SECONDS = 10.0
 QUIET_SECONDS = 30.0
+_FLAGS = (
+    "--num-blocks",
+    "1024",
+)  # so few have all been written after a minute: a cache that fills would look like a leak
 GATEWAY_EXCUSE = 10.0  # seconds after the death of a gateway in which what is no stream may be lost
 BAD_BODIES: tuple[dict[str, Any], ...] = (
     {"messages": []},
@@ -295,7 +299,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path, default=Path("build/soak.json"))
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder, RunningServer(log=Path(folder) / "log") as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as folder,
+        RunningServer(*_FLAGS, log=Path(folder) / "log") as server,
+    ):
         report = soak(server, minutes=options.minutes, kill_every=options.kill_every, seed=options.seed)
         server.stop()
     options.report.parent.mkdir(parents=True, exist_ok=True)
