@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from tests.chaos.blows import wait_replaced
 from tests.chaos.streams import CHAT, COMPLETIONS, Answer, read
 from tests.servers import RunningServer
 
@@ -169,6 +170,7 @@ class Nemesis:
         self._server, self._crowd, self._rng = server, crowd, rng
         self._blows = [blow for blow in self.BLOWS if blow[1].startswith(victims)]
         self._is_whole = True
+        self._schedulers: list[psutil.Process] = []  # struck, and not yet replaced as far as we know
         self.kills: list[Kill] = []
 
     def strike(self) -> Kill:
@@ -200,8 +202,11 @@ class Nemesis:
         while not victims:  # it is just being replaced
             assert self._server.process.poll() is None, self._server.errors
             victims = self._victims(kill.title)
+        victim = self._rng.choice(victims)
+        if kill.title == "scheduler":
+            self._schedulers.append(victim)
         try:
-            self._rng.choice(victims).send_signal(number)
+            victim.send_signal(number)
         except psutil.NoSuchProcess:
             kill.what += " (too late)"
 
@@ -214,8 +219,16 @@ class Nemesis:
         return [process for name, process in found if name.startswith(title) and (" text " in name) == (title == TEXT)]
 
     def _recover(self) -> None:
-        """Until every stream that was live at the blow has had an event since, or its end."""
+        """Until every stream that was live at the blow has had an event since, or its end.
+
+        What a gateway had from a scheduler before it died is still told after the blow, and tells nothing.
+        """
         struck = self.kills[-1].at
+        if self._schedulers:
+            for old in self._schedulers:
+                wait_replaced(self._server, "scheduler 0", old)
+            self._schedulers.clear()
+            struck = time.monotonic()
         self._server.wait_until_ready()
         self._crowd.wait(lambda: not any(life.waits_since(struck) for life in self._crowd.lives))
 
