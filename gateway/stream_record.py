@@ -69,7 +69,7 @@ class PromptRecord:
 
     def to_json(self) -> str:
         """For `AddRequest.answer`."""
-        stream = {name: getattr(self.stream, name) for name in _FIELDS}
+        stream = {name: getattr(self.stream, name) for name in _FIELDS}  # `asdict` would copy each value, deeply
         data = {"stream": stream, "number": self.number, "count": self.count, "echo": self.echo}
         return json.dumps(data, separators=(",", ":"))
 
