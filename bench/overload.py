@@ -1,7 +1,7 @@
 """Too much work: `python -m bench.overload` starts a server on the demo model; `--url URL --keys K0,..,K8` takes yours.
 
 Fairness: eight light tenants alone, then beside a heavy one, then nine equal ones with a backlog.
-Overload: the most that the server does, then ten times as many requests as it can answer. Ends by itself.
+Overload: the most that the server does, before and after ten times as many requests as it can answer. Ends by itself.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from bench.tenants import Job, LoadProcesses, Seen, Tenant, tokens_per_second
 
 NUM_LIGHT = 8
 HEAVY_STREAMS = 64
+NUM_LOOKS = 10  # at the memory of the processes, while there is too much work
 WARM_SECONDS = 2.0  # of each phase, not counted
 SIZES = {"light": (64, 32), "heavy": (1500, 256), "equal": (128, 64), "overload": (128, 256)}  # tokens in, tokens out
 
@@ -73,35 +76,36 @@ def fairness(bench: Bench, seconds: float) -> dict[str, Any]:
 
 
 def overload(bench: Bench, seconds: float, factor: float) -> dict[str, Any]:
-    """The most that is possible with as many streams as rows, then `factor` times as many requests."""
+    """The most that is possible with as many streams as rows, before and after `factor` times as many requests."""
     key = bench.keys[0]
     num_input, num_output = SIZES["overload"]
     warm = max(seconds / 6, WARM_SECONDS)
-    most = bench.run([Tenant(key, 96, num_input, num_output)], warm + seconds / 3, 6)
-    best = tokens_per_second(most, warm, warm + seconds / 3)
-    rate = factor * best / num_output
-    start = usage()
+
+    def most(seed: int) -> tuple[float, list[str]]:
+        (seen,) = bench.run([Tenant(key, 96, num_input, num_output)], warm + seconds / 3, seed)
+        return tokens_per_second([seen], warm, warm + seconds / 3), seen.failures
+
+    before, failures_before = most(6)
+    rate = factor * before / num_output
+    watched = UsageOverTime(warm + seconds)
     (seen,) = bench.run([Tenant(key, 0, num_input, num_output, rate)], warm + seconds, 7)
+    memory, cores = watched.end()
+    after, failures_after = most(8)
     good = tokens_per_second([seen], warm, warm + seconds)
-    end = usage()
     return {
-        "max_output_throughput": best,
+        "max_output_throughput_before": before,
+        "max_output_throughput_after": after,
         "offered_requests_per_second": rate,
         "output_throughput": good,
-        "goodput_share": good / max(best, 1e-9),
+        "goodput_share": good / max((before + after) / 2, 1e-9),
         "completed_overload": seen.completed,
         "refused": len(seen.refusals),
         "refused_with_retry_after": seen.num_retry_after,
         **report.spread("refusal", [1000 * t for t in seen.refusals]),
-        "failed_requests": len(seen.failures) + len(most[0].failures),
-        "failures": sorted(set(seen.failures))[:5],
-        **{f"rss_start_mib {name}": value.rss_mib for name, value in start.items()},
-        **{f"rss_end_mib {name}": value.rss_mib for name, value in end.items()},
-        **{
-            f"cores {name}": (value.cpu_seconds - start[name].cpu_seconds) / (warm + seconds)
-            for name, value in end.items()
-            if name in start
-        },
+        "failed_requests": len(seen.failures) + len(failures_before) + len(failures_after),
+        "failures": sorted({*seen.failures, *failures_before, *failures_after})[:5],
+        **{f"rss_mib_over_time {name}": values for name, values in memory.items()},
+        **{f"cores {name}": value for name, value in cores.items()},
     }
 
 
@@ -131,6 +135,31 @@ def usage() -> dict[str, Usage]:
                 rss = process.memory_info().rss / 2**20
                 found[name] = Usage(before.rss_mib + rss, before.cpu_seconds + times.user + times.system)
     return found
+
+
+class UsageOverTime:
+    """Looks at `usage` ten times while a load runs for so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._interval = seconds / NUM_LOOKS
+        self._looks = [usage()]
+        self._is_over = threading.Event()
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(self._interval):
+            self._looks.append(usage())
+
+    def end(self) -> tuple[dict[str, list[float]], dict[str, float]]:
+        """Memory at each look in MiB, and the cores used on average, of each process that was there at both ends."""
+        self._is_over.set()
+        self._thread.join()
+        first, last, took = self._looks[0], usage(), time.monotonic() - self._began
+        names = first.keys() & last.keys()
+        memory = {name: [round(look[name].rss_mib, 1) for look in self._looks if name in look] for name in names}
+        return memory, {name: (last[name].cpu_seconds - first[name].cpu_seconds) / took for name in names}
 
 
 @contextlib.contextmanager

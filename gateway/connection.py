@@ -7,8 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from starlette.types import Receive
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.errors import ApiError
 
@@ -149,31 +148,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
-
-
-class BodyWriter:
-    """Writes into an answer whose body has begun what `send` would, without the way through all layers."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._transport = cycle.transport
-
-    @classmethod
-    def of(cls, receive: Receive) -> BodyWriter | None:
-        """That of the request which this belongs to; None where another server or parser has it."""
-        cycle = getattr(receive, "__self__", None)
-        return cls(cycle) if isinstance(cycle, RequestResponseCycle) and cycle.scope["method"] != "HEAD" else None
-
-    @property
-    def is_open(self) -> bool:
-        """The client takes what is written, at once."""
-        cycle = self._cycle
-        has_room = not (cycle.flow.write_paused or cycle.disconnected)
-        return has_room and cycle.chunked_encoding is True and not cycle.response_complete
-
-    def write(self, data: bytes) -> None:
-        """A part of the body, not empty."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def bounded_protocol(stall_seconds: float) -> type[BoundedHttpProtocol]:

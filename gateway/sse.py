@@ -13,7 +13,7 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from gateway.body import ClientGone
-from gateway.connection import BodyWriter
+from gateway.body_writer import BodyWriter
 from gateway.errors import to_api_error
 from gateway.generation import Generation
 from gateway.slices import PART_BYTES, Slices
@@ -153,11 +153,11 @@ class SseResponse:
         """Return when the kernel has all of it: what is still in our buffers dies with this process, and as long as
         that may be, the engine keeps the stream.
         """
-        if transport is not None:
+        if transport is not None and not transport.is_closing():  # of a closed one they cannot be set
             transport.set_write_buffer_limits(high=0)  # a further write waits until nothing is left
         await self._send(send, data)
         await self._send(send, b"", more=False)
-        if transport is not None:
+        if transport is not None and not transport.is_closing():
             transport.set_write_buffer_limits()
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:

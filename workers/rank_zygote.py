@@ -111,7 +111,7 @@ def _say(talk: TextIO, line: str) -> None:
 def _yield_to_others() -> None:
     """Niceness is a thread's own on Linux, and cannot be taken back: so a thread of its own loads a spare rank."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SPARE_NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(_SPARE_NICENESS, os.nice(0)))
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:

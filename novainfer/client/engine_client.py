@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 LOST_SECONDS = 120.0  # by then the supervisor has replaced whatever is gone, or ended us
 ANSWER_SECONDS = 5.0
 MESSAGES_PER_TURN = 64  # then other tasks of the loop have their turn
+_ORDINARY_MESSAGES = 2  # so many at once are no backlog
 
 
 class EngineClient:
@@ -58,6 +59,7 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
         self._ready = asyncio.Event()
+        self._is_behind = False  # the message that is being handled was not among the first of its turn
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -136,7 +138,8 @@ class EngineClient:
         Raises `OverloadedError` before the engine is ready for the first time, or when it is lost. A refusal by the
         scheduler is raised by the stream.
         """
-        stream = RequestStream([request.request_id for request in requests], self.cancel, self._session.told)
+        request_ids = [request.request_id for request in requests]
+        stream = RequestStream(request_ids, self.cancel, self._session.told, lambda: self._is_behind)
         self._session.submit(requests, stream, time.monotonic())
         return stream
 
@@ -201,9 +204,10 @@ class EngineClient:
 
     def _receive(self) -> None:
         """Handle what has arrived. Called by the loop, never blocks."""
-        for _ in range(MESSAGES_PER_TURN):
+        for number in range(MESSAGES_PER_TURN):
             if self._socket is None:
                 return
+            self._is_behind = number >= _ORDINARY_MESSAGES
             try:
                 self._session.take(Packet.of(self._socket.recv_multipart(zmq.NOBLOCK)), time.monotonic())
             except zmq.Again:

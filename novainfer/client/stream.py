@@ -27,12 +27,14 @@ class RequestStream:
         request_ids: Iterable[str],
         cancel: Callable[[str, int, bool], None],
         told: Callable[[str], None] = lambda request_id: None,
+        is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`cancel`, `told`: see `GatewaySession`."""
+        """`cancel`, `told`: see `GatewaySession`. `is_behind`: more has piled up than this one output."""
         self._request_ids = list(request_ids)
         self._live = set(self._request_ids)
         self._cancel = cancel
         self._told = told
+        self._is_behind = is_behind
         self._order: deque[tuple[str, int]] = deque()  # keys of _pending, oldest first
         self._pending: dict[tuple[str, int], list[StreamItem]] = {}
         self._error: Exception | None = None
@@ -68,9 +70,11 @@ class RequestStream:
     def push(self, item: StreamItem) -> None:
         """Add an output (the client's reader task).
 
-        `direct` may take it at once, if nothing waits before it; it says whether it did, and does not raise.
+        `direct` may take it at once, if nothing waits before it; it says whether it did, and does not raise. While much
+        has piled up, outputs are merged instead.
         """
-        if self.direct is not None and not self._order and isinstance(item, TokenOutput) and self.direct(item):
+        may_go = not self._order and not self._is_behind()
+        if may_go and self.direct is not None and isinstance(item, TokenOutput) and self.direct(item):
             return
         choice = item.choice if isinstance(item, TokenOutput) else -1
         key = (item.request_id, choice)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from novainfer.scheduler.batch import StepBatch
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.isolation import Isolation
@@ -41,8 +43,9 @@ class StepAssembly:
         self._pace = pace
         self._max_tokens = max_num_batched_tokens
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
+        self._taken: set[int] = set()  # ids of the sequences in this step
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
-        self._is_yielding = False  # they make way, in this step
+        self._yielding: set[str] = set()  # those of them that make way, in this step
 
     def schedule_alone(self, suspect: Sequence) -> bool:
         """A step for this sequence and no other; False if it has to wait for rows or blocks like any other."""
@@ -59,54 +62,67 @@ class StepAssembly:
         """Everybody who can go on, and new ones as long as there is room."""
         self._placement.restore_shares()
         self._excess = self._rows.excess() if self._shares.num_present > 1 else {}
-        self._is_yielding = bool(self._excess) and self._is_somebody_owed()
+        owed = self._owed() if self._excess else set()
+        self._schedule_some()
+        if self._yielding and not owed & self._chunk_tokens.keys():  # for nobody: what was to start could not
+            self._yielding = set()
+            self._schedule_some()
+
+    def _schedule_some(self) -> None:
+        """Rows with one token to compute go first: a long prompt must not make them wait."""
         self._schedule_decodes()
         self._schedule_chunks()
         self._admit()
-        if self._is_yielding and not self._chunk_tokens:  # for nobody: what was to start could not
-            self._is_yielding = False
-            self._schedule_chunks()
-            self._admit()
 
     def _schedule_decodes(self) -> None:
-        """Rows with one token to compute go first: a long prompt must not make them wait."""
-        order = self._placement.decode_order()
+        # A row that is in the step can neither be in it twice nor be preempted for another one.
+        order = [s for s in self._placement.decode_order() if id(s) not in self._taken]
         wanted = [s for s in order if s.num_tokens - s.num_computed_tokens == 1 and s.wants_step]
         for sequence in self._paced(wanted):
             # It may have been preempted a moment ago, for another one.
             if sequence.is_running and self._placement.grow(sequence, self.batch, order):
                 self._add(sequence, 1)
 
-    def _is_somebody_owed(self) -> bool:
-        """Whether a prompt can be computed of a tenant that is not far above its share and got no more service."""
+    def _owed(self) -> set[str]:
+        """Tenants for whom others make way in this step: they have a prompt to compute, are not far above their share,
+        and got no more service than one that is, and that therefore yields.
+        """
         prompts = [s for s in self._rows.running if s.num_tokens - s.num_computed_tokens > 1]
         if self._rows.num_free:
             prompts += self._waiting.heads(self._excess)
-        most = max(self._shares.of(name).served for name in self._excess)
-        return any(s.tenant not in self._excess and self._shares.of(s.tenant).served <= most for s in prompts)
+        served = {s.tenant: self._shares.of(s.tenant).served for s in prompts if s.tenant not in self._excess}
+        least = min(served.values(), default=float("inf"))
+        self._yielding = {name for name in self._excess if self._shares.of(name).served >= least}
+        most = max((self._shares.of(name).served for name in self._yielding), default=-1.0)
+        return {name for name, units in served.items() if units <= most}
 
     def _paced(self, wanted: list[Sequence]) -> list[Sequence]:
         """The rows of this step: those of tenants far above their share take turns where all would make it long, and no
-        more than their share of them runs beside a prompt of another one.
+        more than their share of them runs of those who yield.
         """
         if not self._excess:
             return wanted
         base = [s for i, s in enumerate(wanted) if i == 0 or s.tenant not in self._excess]
         others = [s for i, s in enumerate(wanted) if i > 0 and s.tenant in self._excess]
-        due = sum(self._shares.rows_due(self._shares.of(name), self._rows.num_rows) for name in self._excess)
-        if len(others) <= due:
-            return wanted
         others.sort(key=lambda s: (s.last_step, s.age))
-        if not self._is_yielding:
-            due = max(due, self._pace.rows_allowed([s.num_tokens for s in base], [s.num_tokens for s in others]))
-        chosen = {id(s) for s in (*base, *others[:due])}
+        base += [s for s in others if s.tenant in self._yielding][: self._rows_due(self._yielding)]
+        others = [s for s in others if s.tenant not in self._yielding]
+        due = self._rows_due(self._excess.keys() - self._yielding)
+        if len(others) > due:
+            certain = [s.num_tokens for s in (*base, *(entry.sequence for entry in self.batch.decodes))]
+            allowed = self._pace.rows_allowed(certain, [s.num_tokens for s in others])
+            others = others[: max(due, allowed)]
+        chosen = {id(s) for s in (*base, *others)}
         return [s for s in wanted if id(s) in chosen]
+
+    def _rows_due(self, names: Set[str]) -> int:
+        return sum(self._shares.rows_due(self._shares.of(name), self._rows.num_rows) for name in names)
 
     def _schedule_chunks(self) -> None:
         """Prompts on their way, oldest first, the least served tenant's before. They have their blocks already."""
         found: dict[str, list[Sequence]] = {}
         for sequence in self._rows.running:
-            if sequence.num_tokens - sequence.num_computed_tokens > 1:
+            if sequence.num_tokens - sequence.num_computed_tokens > 1 and id(sequence) not in self._taken:
                 found.setdefault(sequence.tenant, []).append(sequence)
         for name in sorted(found, key=lambda name: (self._shares.of(name).served, found[name][0].age)):
             for sequence in found[name]:
@@ -149,7 +165,7 @@ class StepAssembly:
 
     def _chunk_room(self, name: str) -> int:
         """Prompt tokens that the tenant may still have in this step."""
-        if self._is_yielding and name in self._excess:
+        if name in self._yielding:
             return 0
         part = 1.0
         if self._shares.num_present > 1:
@@ -163,6 +179,7 @@ class StepAssembly:
 
     def _add(self, sequence: Sequence, num_tokens: int) -> None:
         """Schedule the sequence's next tokens; its tenant is charged for them as far as they are new."""
+        self._taken.add(id(sequence))
         samples = self.batch.add(sequence, num_tokens)
         units = max(sequence.num_computed_tokens - sequence.num_charged_tokens, 0) + samples
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, sequence.num_computed_tokens)

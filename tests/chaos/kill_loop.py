@@ -1,6 +1,6 @@
 """The kill loop: streams without end on a real server, whose processes are killed and stopped again and again.
 
-`python -m tests.chaos.kill_loop --kills 200 [--streams 16] [--ranks 2] [--spare-workers 1] [--seed 0] [--report FILE]`
+`python -m tests.chaos.kill_loop --kills 200 [--streams 16] [--ranks 2] [--spare-workers 1 [--rested]] [--seed 0]`
 
 Every stream must be, event for event, what an undisturbed server says: text, ids, log-probabilities, finish reasons,
 usage. The report has one line of JSON per stream and per kill; the summary gives the longest pause of a stream around
@@ -45,6 +45,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "min_p": 0.02, "repetition_penalty": 1.1, "min_tokens": 10},
 )
 TEXT = "gateway 0 text "  # its processes, and their zygote
+STANDS_BY = "spare workers stand by"  # the supervisor says
 HOST = "ray::RankHost"  # the actor that a rank's processes are below
 PAUSE_AROUND = 30.0  # seconds after a kill in which a pause counts as its doing
 LONGEST_PAUSE = 30.0  # seconds: whoever waits longer has gone
@@ -165,13 +166,15 @@ class Nemesis:
     )  # fmt: skip
     MOMENTS = ("any", "any", "request sent", "while loading", "just back")
 
-    def __init__(self, server: RunningServer, crowd: Crowd, rng: random.Random, victims: str) -> None:
-        """`victims`: those whose name begins so; "" = all kinds."""
-        self._server, self._crowd, self._rng = server, crowd, rng
+    def __init__(self, server: RunningServer, crowd: Crowd, rng: random.Random, victims: str, is_rested: bool) -> None:
+        """`victims`: those whose name begins so; "" = all kinds. `is_rested`: each blow finds spare workers ready."""
+        self._server, self._crowd, self._rng, self._is_rested = server, crowd, rng, is_rested
         self._blows = [blow for blow in self.BLOWS if blow[1].startswith(victims)]
         self._is_whole = True
         self._schedulers: list[psutil.Process] = []  # struck, and not yet replaced as far as we know
         self.kills: list[Kill] = []
+        if is_rested:
+            self._wait_for_spares(0)
 
     def strike(self) -> Kill:
         """One blow at one moment; the second of two falls while the first is being mended, or just after it."""
@@ -188,13 +191,24 @@ class Nemesis:
         if kill.moment == "just back":
             self._server.wait_until_ready()
         self.kills.append(kill)
+        stood, ranks = self._server.errors.count(STANDS_BY), self._ranks()
         kill.at = time.monotonic()
         self._blow(kill)
         # Now and then the next blow meets what this one has left.
-        self._is_whole = kill.title == "gateway" or self._rng.random() < 0.85
+        self._is_whole = self._is_rested or kill.title == "gateway" or self._rng.random() < 0.85
         if self._is_whole:
             self._recover()
+        if self._is_rested and self._ranks() != ranks:
+            self._wait_for_spares(stood)
         return kill
+
+    def _wait_for_spares(self, stood: int) -> None:
+        while self._server.errors.count(STANDS_BY) == stood:
+            assert self._server.process.poll() is None, self._server.errors
+            time.sleep(0.01)  # nothing tells of a line in a log
+
+    def _ranks(self) -> set[psutil.Process]:
+        return {process for name, process in self._server.processes().items() if name.startswith("worker")}
 
     def _blow(self, kill: Kill) -> None:
         number = signal.SIGKILL if kill.what == "kill" else signal.SIGSTOP
@@ -295,7 +309,14 @@ def _groups(kills: list[Kill]) -> dict[str, list[Kill]]:
 
 
 def loop(
-    server: RunningServer, *, kills: int, streams: int, seed: int, out: TextIO | None = None, victims: str = ""
+    server: RunningServer,
+    *,
+    kills: int,
+    streams: int,
+    seed: int,
+    out: TextIO | None = None,
+    victims: str = "",
+    is_rested: bool = False,
 ) -> bool:
     """Strike so often; True if every stream was exact and nothing is held in the end."""
     requests = make_requests(random.Random(seed), 48)
@@ -305,7 +326,7 @@ def loop(
     if failed:
         raise RuntimeError(f"the undisturbed server failed: {failed[0]}")
     crowd = Crowd(server, requests, oracle, streams)
-    nemesis = Nemesis(server, crowd, random.Random(seed + 1), victims)
+    nemesis = Nemesis(server, crowd, random.Random(seed + 1), victims, is_rested)
     try:
         for _ in range(kills):
             kill = nemesis.strike()
@@ -326,6 +347,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--spare-workers", type=int, default=0, help="the server's")
+    parser.add_argument("--rested", action="store_true", help="strike only when spare workers stand by")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--victims", default="", help="only those whose name begins so: worker, scheduler, raylet, ...")
     parser.add_argument("--report", type=Path, help="file for one line of JSON per kill and stream")
@@ -342,6 +364,7 @@ def main() -> int:
                     seed=options.seed,
                     out=out,
                     victims=options.victims,
+                    is_rested=options.rested,
                 )
             server.stop()
         finally:

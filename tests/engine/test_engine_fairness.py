@@ -105,6 +105,49 @@ def test_given_a_prompt_of_another_that_cannot_start_when_a_step_is_made_then_th
     assert len(driver.ends) == 2
 
 
+def test_given_a_prompt_of_another_that_cannot_start_when_steps_are_made_then_all_heavy_rows_run() -> None:
+    executor = OracleExecutor(num_blocks=78, block_size=4, max_num_seqs=16)
+    driver = Driver(executor, max_num_seqs=16, max_num_batched_tokens=256, steps_in_flight=1)
+    for i in range(11):
+        driver.add(f"heavy{i}", prompt_of(4, i), max_tokens=14, tenant="heavy")
+    driver.step()
+    for i in range(3):
+        driver.add(f"light{i}", prompt_of(5, i), max_tokens=14, tenant=f"light{i}")
+    driver.step()
+    driver.add("large", prompt_of(240, 3), max_tokens=2, tenant="large")  # more blocks than are free
+    for _ in range(5):
+        driver.step()
+        assert driver.engine.scheduler._rows.excess().keys() == {"heavy"}
+        assert driver.engine.submit() == 1
+        assert len(executor._queue[0].rows) == 14
+        driver.step()
+    driver.run()
+    assert len(driver.ends) == 15
+
+
+def test_given_two_tenants_far_above_their_share_when_a_third_has_prompts_then_who_got_less_goes_on() -> None:
+    executor = OracleExecutor(num_blocks=120, block_size=4, max_num_seqs=8)
+    driver = Driver(executor, max_num_seqs=8, max_num_batched_tokens=64, steps_in_flight=1)
+    driver.add("long", prompt_of(250), max_tokens=2, tenant="long")  # most of the blocks
+    driver.step()
+    for i in range(5):
+        driver.add(f"many{i}", prompt_of(3, i), max_tokens=30, tenant="many")
+    while len(rows_of(driver, "many")) < 5:
+        driver.step()
+    scheduler = driver.engine.scheduler
+    (long,) = rows_of(driver, "long")
+    for i in range(8):
+        driver.add(f"third{i}", prompt_of(5, i), max_tokens=1, tenant="third")
+        for name, served in (("many", 5600.0), ("third", 1000.0), ("long", 10.0)):
+            scheduler._shares.of(name).served = served
+        assert scheduler._rows.excess().keys() == {"long", "many"}
+        before = long.num_computed_tokens
+        driver.step()
+        assert long.num_computed_tokens > before
+    driver.run()
+    assert len(driver.ends) == 14
+
+
 def test_given_long_steps_of_a_heavy_tenant_when_one_runs_then_none_queues_behind_it() -> None:
     heavy = [Stream("heavy", 1000, 1000) for _ in range(64)]
     limits = {"num_blocks": 8000, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "context_seconds": 2e-6}

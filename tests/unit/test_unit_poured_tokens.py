@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway.answers import chunks_of
 from gateway.body import ClientGone
-from gateway.connection import BodyWriter
+from gateway.body_writer import BodyWriter
 from gateway.context import RequestInfo
 from gateway.generation import Generation, PromptState
 from gateway.metrics import GatewayMetrics
@@ -88,7 +90,8 @@ class Server:
     """One stream from an engine that the test plays to a pipe."""
 
     def __init__(self, tokenizer: Tokenizer, **params: Any) -> None:
-        self.stream = RequestStream(["r"], lambda *_: self.cancels.append("r"))
+        self.is_behind = False
+        self.stream = RequestStream(["r"], lambda *_: self.cancels.append("r"), is_behind=lambda: self.is_behind)
         self.cancels: list[str] = []
         self.pipe = Pipe()
         self.cycle = cycle_on(self.pipe)
@@ -225,6 +228,45 @@ def test_given_a_stop_string_when_it_is_met_on_the_way_then_the_choice_ends_and_
         assert text(events) == after[len(tokenizer.decode(PROMPT)) :]
 
     asyncio.run(main())
+
+
+def test_given_a_backlog_when_tokens_come_then_they_are_merged_and_the_next_ones_poured_again(
+    tokenizer: Tokenizer,
+) -> None:
+    async def main() -> None:
+        server = Server(tokenizer)
+        task = server.start()
+        server.stream.push(TokenOutput("r", 0, 0, [5]))
+        await settle()
+        server.stream.push(TokenOutput("r", 0, 1, [6]))
+        server.is_behind = True
+        for index in range(2, 9):
+            server.stream.push(TokenOutput("r", 0, index, [index + 5]))
+        await settle()
+        server.is_behind = False
+        server.stream.push(TokenOutput("r", 0, 9, [14]))
+        server.stream.push(TokenOutput("r", 0, 10, [15], "length"))
+        server.stream.end("r")
+        await asyncio.wait_for(task, 20)
+        server.generation.close()
+        ids = [choice.get("token_ids") for event in server.events() for choice in event.get("choices", [])]
+        told = [part for part in ids if part]
+        assert told == [[5], [6], [7, 8, 9, 10, 11, 12, 13], [14], [15]]
+
+    asyncio.run(main())
+
+
+def test_given_no_httptools_when_a_gateway_is_imported_then_there_is_no_short_way_and_nothing_else_is_missing() -> None:
+    words = """
+import sys
+sys.modules["httptools"] = None
+import gateway.process
+from gateway.body_writer import BodyWriter
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+assert gateway.process._http_protocol(1.0) == "h11"
+assert BodyWriter.of(RequestResponseCycle.receive.__get__(object())) is None
+"""
+    subprocess.run([sys.executable, "-c", words], check=True, timeout=120)
 
 
 def test_given_a_fault_on_the_way_when_a_token_comes_then_the_stream_ends_with_an_error(
