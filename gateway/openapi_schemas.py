@@ -52,7 +52,7 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
     fields = {
         "ChatRequest": _sampling(bounds) | _chat(),
         "CompletionRequest": _sampling(bounds) | _completion(bounds),
-        "TokenizeRequest": {"messages": _MESSAGES},
+        "TokenizeRequest": {"messages": _MESSAGES, "chat_template_kwargs": _TEMPLATE_KWARGS},
         "DetokenizeRequest": {"tokens": _array(_integer(0, bounds.num_texts - 1))},
     }
     for kind, schema in schemas.items():
@@ -143,6 +143,11 @@ _MESSAGE: Schema = {
     },
 }
 _MESSAGES = _array(_MESSAGE, 1, MAX_MESSAGES)
+_TEMPLATE_KWARGS: Schema = {
+    "type": "object",
+    "propertyNames": {"pattern": KWARG_NAME, "not": {"enum": sorted(OWN_NAMES)}},
+    "maxProperties": MAX_TEMPLATE_KWARGS,
+}
 
 
 def _chat() -> dict[str, Schema]:
@@ -151,11 +156,7 @@ def _chat() -> dict[str, Schema]:
         "modalities": _array({"const": "text"}, 1, 1),
         "tool_choice": {"enum": ["auto", "none", None]},
         "response_format": {"type": "object", "properties": {"type": {"const": "text"}}},
-        "chat_template_kwargs": {
-            "type": "object",
-            "propertyNames": {"pattern": KWARG_NAME, "not": {"enum": sorted(OWN_NAMES)}},
-            "maxProperties": MAX_TEMPLATE_KWARGS,
-        },
+        "chat_template_kwargs": _TEMPLATE_KWARGS,
     }
 
 

@@ -55,6 +55,17 @@ def test_given_the_table_of_parameters_when_the_description_is_read_then_it_has_
     assert told["max_tokens"]["anyOf"][0]["maximum"] == CONTEXT - 1
 
 
+def test_given_fields_that_two_doors_share_when_the_description_is_read_then_it_says_the_same_of_them(
+    document: dict[str, Any],
+) -> None:
+    chat, tokenize = (
+        document["components"]["schemas"][name]["properties"] for name in ("ChatRequest", "TokenizeRequest")
+    )
+    for name in ("chat_template_kwargs", "tools"):
+        assert chat[name] == tokenize[name]
+    assert {key: chat["messages"][key] for key in ("type", "items")}.items() <= tokenize["messages"]["anyOf"][0].items()
+
+
 def test_given_a_server_when_it_is_asked_all_that_follows_from_its_description_then_it_keeps_its_word(
     tmp_path: Path,
 ) -> None:
