@@ -30,7 +30,8 @@ from novainfer.transport.channel import connect_dealer
 log = logging.getLogger(__name__)
 
 LOST_SECONDS = 120.0  # by then the supervisor has replaced whatever is gone, or ended us
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 5.0  # of an engine that is there
+ANSWER_PATIENCE = 30.0  # of one that is being replaced
 MESSAGES_PER_TURN = 64  # then other tasks of the loop have their turn
 _ORDINARY_MESSAGES = 2  # so many at once are no backlog
 
@@ -174,10 +175,16 @@ class EngineClient:
         future: asyncio.Future[Answer] = self._loop.create_future()
         self._answers[question.query] = future
         self._session.ask(question)
+        begun = time.monotonic()
         try:
-            await asyncio.wait([future], timeout=ANSWER_SECONDS)
+            while not future.done() and time.monotonic() < begun + ANSWER_PATIENCE:
+                num_links = self._session.num_links
+                await asyncio.wait([future], timeout=ANSWER_SECONDS)
+                if self.ready and num_links == self._session.num_links:
+                    break  # else it was asked again, or will be
         finally:
             self._answers.pop(question.query, None)
+            self._session.give_up(question.query)
         if not future.done():
             raise OverloadedError("The engine does not answer.", retry_after=2.0)
         return future.result()

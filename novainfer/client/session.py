@@ -90,6 +90,7 @@ class GatewaySession:
         self._journal = Journal()
         self._sinks: dict[str, Sink] = {}
         self._untold: set[str] = set()  # streams that have ended, kept by the engine while they are being read
+        self._questions: dict[int, CancelAlias | ClaimRequest] = {}  # by query, without an answer
         self._link = first_link - 1
         self.num_links = 0
         self._new_link()
@@ -209,8 +210,13 @@ class GatewaySession:
             self._end(entry.request.request_id, error)
 
     def ask(self, question: CancelAlias | ClaimRequest) -> None:
-        """Send a question; the answer may get lost like any message."""
+        """Send a question, and again to each engine that we are linked with before there is an answer, or `give_up`."""
+        self._questions[question.query] = question
         self._tell(question)
+
+    def give_up(self, query: int) -> None:
+        """Nobody waits for the answer any more."""
+        self._questions.pop(query, None)
 
     def release(self, requests: Sequence[AddRequest]) -> None:
         """Give back what was claimed and will not be submitted."""
@@ -243,6 +249,7 @@ class GatewaySession:
         elif isinstance(message, RequestRejected):
             self._end(message.request_id, _refusal(message))
         elif isinstance(message, AliasCancelled | Claimed):
+            self._questions.pop(message.query, None)
             self._answered(message)
         else:
             raise ProtocolError(f"a scheduler does not send {type(message).__name__}")
@@ -286,6 +293,8 @@ class GatewaySession:
             self._is_open = True
             for entry in self._journal:
                 self._send_entry(entry, now)
+            for question in self._questions.values():
+                self._send(question)
 
     def _send_entry(self, entry: JournalEntry, now: float) -> None:
         """A live request as it stands, to an engine that does not know it."""

@@ -386,6 +386,19 @@ def test_given_a_request_that_has_ended_when_its_reader_has_all_then_the_engine_
     assert [packet.message for packet in gateway.sent()] == words
 
 
+def test_given_a_question_without_an_answer_when_the_next_link_opens_then_it_is_asked_again_until_given_up() -> None:
+    gateway = Gateway()
+    gateway.ready()
+    for query in (4, 5, 6):
+        gateway.session.ask(ClaimRequest(query, "t", "a"))
+    gateway.hear(Claimed(4, [], False))
+    gateway.session.give_up(5)
+    gateway.hear(Unlinked(2), number=0)
+    gateway.sent()
+    gateway.hear(READY, link=11, number=0)
+    assert [packet.message for packet in gateway.sent()] == [ClaimRequest(6, "t", "a")]
+
+
 def test_given_a_question_when_the_answer_comes_then_it_is_handed_on() -> None:
     gateway = Gateway()
     gateway.ready()
