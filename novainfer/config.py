@@ -81,6 +81,12 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(1, "Ranks that one model is split over.")
     device: str = option("auto", "Where workers run.", choices=("auto", "cpu", "cuda"))
+    executor: str = option(
+        "model",
+        "What ranks do: compute with the model, or (null) nothing, answering at once with tokens that mean nothing, to "
+        "measure the rest.",
+        choices=("model", "null"),
+    )
     kernel_backend: str = option(
         "auto",
         "Kernels: auto = triton on a GPU, native C++ on a CPU.",

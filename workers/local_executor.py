@@ -45,7 +45,8 @@ class LocalExecutor:
         """Run the oldest plan whatever `timeout` says; None if none is waiting. Raises `EngineError` for a bad plan."""
         if self._worker is None or not self._plans:
             return None
-        return self._worker.runner.execute(self._plans.popleft())
+        pending = self._worker.runner.launch(self._plans.popleft())
+        return None if pending is None else pending.finish()
 
     def close(self) -> None:
         """Drop the worker with its weights and cache (idempotent)."""

@@ -77,6 +77,10 @@ class ModelRunner:
         """Grows with every layer; may be read by another thread."""
         return self._model.layers_done
 
+    def drop_rows(self) -> None:
+        """Forget all rows: their owner is gone."""
+        self.states.clear()
+
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step to its end: the result on rank 0, None elsewhere. Raises `EngineError` for an impossible plan."""
         pending = self.launch(plan)

@@ -29,9 +29,8 @@ from novainfer.protocol.supervision import (
 )
 from novainfer.transport.channel import connect_dealer, connect_push
 from workers.launch import RankLaunch, RankPlace
-from workers.model_runner import PendingStep
 from workers.pulse import Pulse
-from workers.worker import Worker
+from workers.worker import Pending, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class StepLoop:
         self._pulse = pulse
         info = replace(worker.info, epoch=place.epoch)
         self._session = RankSession(self, self._send, rank=place.rank, world_size=place.world_size, info=info)
-        self._pending: deque[PendingStep] = deque()  # launched, not finished; rank 0 only
+        self._pending: deque[Pending] = deque()  # launched, not finished; rank 0 only
 
     def run(self) -> None:
         """Until Shutdown. Raises `EngineError` for a plan out of order, and whatever a step raises."""
@@ -112,7 +111,7 @@ class StepLoop:
     def drop_rows(self) -> None:
         """See `Steps`."""
         self._finish_all()
-        self._worker.runner.states.clear()
+        self._worker.runner.drop_rows()
 
     def _may_launch_more(self) -> bool:
         return len(self._pending) < self._worker.max_launched and bool(self._socket.poll(0))

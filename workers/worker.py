@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,7 +16,7 @@ from kernels.backend import KernelBackend, select_backend
 from novainfer.config import ModelConfig, ParallelConfig, ServeConfig
 from novainfer.errors import ConfigError
 from novainfer.executor.base import ExecutorInfo
-from novainfer.protocol.step import NewRow, StepPlan
+from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.checkpoint import find_checkpoint
 from workers.kv_cache import CacheSize, KVCache, block_bytes, cpu_budget, fit_cache, gpu_budget, resolve_max_model_len
@@ -24,6 +25,7 @@ from workers.mode import find_mode
 from workers.model_runner import ModelRunner
 from workers.models.base import CausalLM
 from workers.models.loader import load_model
+from workers.null_runner import null_runner
 from workers.request_states import RequestStates, RowLimits
 from workers.tensor_parallel import TensorParallel
 from workers.weights import find_bad_tensor
@@ -37,11 +39,32 @@ _WARM_UP_TOKENS = 32
 _SAMPLING_COPIES = 4  # of the largest step's float32 logits, live at once: raw, processed, log-probabilities, noise
 
 
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def finish(self) -> StepResult:
+        """Wait for its end."""
+
+
+class Runner(Protocol):
+    """Runs plans in the order they come."""
+
+    @property
+    def progress(self) -> int:
+        """Grows while it works; may be read by another thread."""
+
+    def launch(self, plan: StepPlan) -> Pending | None:
+        """Start one step; None on ranks other than 0. Raises `EngineError` for an impossible plan."""
+
+    def drop_rows(self) -> None:
+        """Forget all rows: their owner is gone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A rank that can run plans."""
 
-    runner: ModelRunner
+    runner: Runner
     info: ExecutorInfo
     tp: TensorParallel
     max_launched: int  # steps worth launching before the first is finished: 2 where the device works on its own
@@ -49,6 +72,9 @@ class Worker:
     @classmethod
     def build(cls, config: ServeConfig, place: RankPlace, progress: Progress) -> Worker:
         """Load all and run a first step. Raises `ConfigError` or `UnsupportedModelError` for what cannot be served."""
+        if config.parallel.executor == "null":
+            null, info = null_runner(config, place)
+            return cls(null, info, TensorParallel.single(), 1)
         device = choose_device(config.parallel, place.rank)
         kernels = choose_kernels(config.parallel, device)
         if device.type == "cpu":

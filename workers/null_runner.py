@@ -1,0 +1,80 @@
+"""A rank that computes nothing: it answers every plan at once, with tokens that mean nothing (`--executor null`).
+
+What such a server costs and how fast it is, is gateway and scheduler alone: `bench/control_plane.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from novainfer.config import ServeConfig
+from novainfer.executor.base import ExecutorInfo
+from novainfer.protocol.step import StepPlan, StepResult
+from workers.checkpoint import find_checkpoint
+from workers.kv_cache import resolve_max_model_len
+from workers.launch import RankPlace
+from workers.models.loader import load_hf_config
+
+_FIRST_TOKEN, _NUM_TOKENS = 32, 64  # of a vocabulary: low ids are special in none that we know by their place alone
+_MODE = "cpu none null/null none tp{ranks} best-effort"
+
+
+@dataclass(frozen=True, slots=True)
+class NullStep:
+    """A step that is done. See `Pending`."""
+
+    result: StepResult
+
+    def finish(self) -> StepResult:
+        """The result."""
+        return self.result
+
+
+class NullRunner:
+    """Follows the rows just as far as to know which of them sample. See `Runner`."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, *, is_first: bool) -> None:
+        """`is_first`: the rank that answers."""
+        self.progress = 0
+        self._is_first = is_first
+        self._first = min(_FIRST_TOKEN, vocab_size - 1)
+        self._count = max(min(_NUM_TOKENS, vocab_size - self._first), 1)
+        self._num_tokens = np.zeros(max_num_seqs, np.int64)
+        self._num_computed = np.zeros(max_num_seqs, np.int64)
+
+    def launch(self, plan: StepPlan) -> NullStep | None:
+        """See `Runner`."""
+        self.progress += 1
+        for new in plan.new_rows:
+            self._num_tokens[new.row] = len(new.token_ids)
+            self._num_computed[new.row] = new.num_computed_tokens
+        rows = np.array(plan.rows, np.int64)
+        self._num_computed[rows] += np.array(plan.num_new_tokens, np.int64)
+        sampled = rows[self._num_computed[rows] == self._num_tokens[rows]]
+        token_ids = self._first + self._num_tokens[sampled] % self._count
+        self._num_tokens[sampled] += 1
+        if not self._is_first:
+            return None
+        return NullStep(StepResult(plan.epoch, plan.step, sampled.tolist(), token_ids.tolist()))
+
+    def drop_rows(self) -> None:
+        """See `Runner`."""
+
+
+def null_runner(config: ServeConfig, place: RankPlace) -> tuple[NullRunner, ExecutorInfo]:
+    """For the model's shape, which is all that is read of it. KV blocks that do not exist are as many as can be used."""
+    text = load_hf_config(find_checkpoint(config.model.model, config.model.revision)).get_text_config()
+    max_model_len = resolve_max_model_len(config, text.max_position_embeddings)
+    block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
+    info = ExecutorInfo(
+        epoch=place.epoch,
+        num_blocks=config.cache.num_blocks or max_num_seqs * -(-max_model_len // block_size),
+        block_size=block_size,
+        vocab_size=text.vocab_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        mode=_MODE.format(ranks=place.world_size),
+    )
+    return NullRunner(max_num_seqs, text.vocab_size, is_first=place.rank == 0), info
