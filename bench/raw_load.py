@@ -1,4 +1,4 @@
-"""A closed loop of completions on raw connections: so lean that gateway and scheduler are what is measured, not this."""
+"""A closed loop of completions on raw connections, so lean that gateway and scheduler are what is measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,10 +44,9 @@ async def _run(job: RawJob) -> RawSeen:
     seen = RawSeen()
     loop = asyncio.get_running_loop()
     url = urlsplit(job.base_url)
-    clients = []
-    for number in range(job.streams):
-        _, client = await loop.create_connection(lambda number=number: _Client(job, seen, number), url.hostname, url.port)
-        clients.append(client)
+    clients = [_Client(job, seen, number) for number in range(job.streams)]
+    for client in clients:
+        await loop.create_connection(partial(_same, client), url.hostname or "", url.port or 80)
     began = time.perf_counter()
     for client in clients:
         client.send()
@@ -58,6 +58,10 @@ async def _run(job: RawJob) -> RawSeen:
     for client in clients:
         client.close()
     return seen
+
+
+def _same(client: _Client) -> _Client:
+    return client
 
 
 class _Client(asyncio.Protocol):
@@ -93,9 +97,9 @@ class _Client(asyncio.Protocol):
             "stream": job.is_streamed,
         }
         payload = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(payload)}\r\n"
         self._events, self._tail, self._sent_at = 0, b"", time.perf_counter()
-        self._transport.write(head.encode() + b"\r\n\r\n" + payload)
+        self._transport.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + payload)
 
     def data_received(self, data: bytes) -> None:
         if self._sent_at and (not self._job.is_streamed or b"data:" in data):

@@ -12,7 +12,7 @@ from gateway.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from gateway.receipts import Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.slices import Slices, Written, write_object
-from gateway.sse import DONE, event, json_string
+from gateway.sse import DONE, event, json_bytes, json_string
 from gateway.stream_record import StreamRecord
 from novainfer import __version__
 from novainfer.client.output import ChoiceDelta
@@ -60,6 +60,28 @@ class _Chunks:
         self._places = list(generation.told)  # see `stream_record`
         head = json.dumps(self._envelope.wrap([]), ensure_ascii=False, separators=(",", ":"))
         self._head = "data: " + head.removesuffix("]}") + '{"index":'
+        self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: around the text of a token
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing is told of a token but its text."""
+        record = self._record
+        return not (record.event_ids or record.continuous_usage or record.token_ids or record.logprobs)
+
+    def text(self, choice: int, text: str) -> bytes:
+        """The event of one token of a choice that has begun; nothing without text."""
+        self._places[choice] += 1
+        if not text:
+            return b""
+        around = self._plain.get(choice)
+        if around is None:
+            head, tail = self._chunk(choice, self._fields_of("\0", "null")).encode().split(b"\0")
+            around = self._plain[choice] = head, tail
+        return b"%b%b%b" % (around[0], json_bytes(text), around[1])
+
+    def _fields_of(self, text: str, logprobs: str) -> str:
+        """A choice's fields with this text, which is JSON, and nothing else new."""
+        raise NotImplementedError
 
     async def prepare(self, delta: ChoiceDelta) -> None:
         """Do, in slices, what takes long: to be awaited before `delta` is written."""
@@ -105,13 +127,16 @@ class ChatChunks(_Chunks):
             chunks.append(self._chunk(delta.choice, first))
         self._places[delta.choice] += len(delta.token_ids) + (delta.finish_reason is not None)
         if delta.text or delta.logprobs or (self._record.token_ids and delta.token_ids):
-            content = f'"delta":{{"content":{json_string(delta.text)}}},"logprobs":{self._logprobs_of(delta)}'
             ids = f',"token_ids":{delta.token_ids}' if self._record.token_ids else ""
-            chunks.append(self._chunk(delta.choice, f'{content},"finish_reason":null{ids}'))
+            fields = self._fields_of(json_string(delta.text), self._logprobs_of(delta))
+            chunks.append(self._chunk(delta.choice, fields + ids))
         if delta.finish_reason is not None:
             self._ends(delta.choice)
             chunks.append(self._chunk(delta.choice, f'"delta":{{}},"logprobs":null,{_finish(delta)}'))
         return "".join(chunks).encode()
+
+    def _fields_of(self, text: str, logprobs: str) -> str:
+        return f'"delta":{{"content":{text}}},"logprobs":{logprobs},"finish_reason":null'
 
     def _logprobs_of(self, delta: ChoiceDelta) -> str:
         return _described(delta, ChatLogprobs(ascii_only=True)) if self._record.logprobs else "null"
@@ -151,6 +176,9 @@ class CompletionChunks(_Chunks):
             fields = f'"text":{json_string(delta.text)},"logprobs":{logprobs},{_finish(delta)}'
             chunks.append(self._chunk(delta.choice, fields + (f',"token_ids":{delta.token_ids}' if ids else "")))
         return "".join(chunks).encode()
+
+    def _fields_of(self, text: str, logprobs: str) -> str:
+        return f'"text":{text},"logprobs":{logprobs},"finish_reason":null,"stop_reason":null'
 
     def _first(self, choice: int, prompt: PromptState) -> str:
         logprobs = self._echoes.get(prompt.request_id, "null")

@@ -32,7 +32,6 @@ from novainfer.sampling.params import SamplingParams
 from novainfer.text.detokenizer import Detokenizer
 from novainfer.text.tokenizer import Tokenizer
 
-_MOST_POURED = 64  # tokens at once: so many take a fraction of a millisecond
 SLICE_ENTRIES = 1024  # tokens, and log-probabilities at their places, that one delta tells at most
 
 
@@ -60,8 +59,15 @@ class Sink(Protocol):
     def is_open(self) -> bool:
         """Whether it would take one now."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether `write_text` may be used."""
+
     def write(self, delta: ChoiceDelta) -> None:
         """Take a delta without log-probabilities or the engine's finish reason."""
+
+    def write_text(self, choice: int, text: str) -> None:
+        """Take the text of one token, of a choice that has begun."""
 
 
 class Generation:
@@ -102,6 +108,7 @@ class Generation:
         ]
         self.told = [place for prompt in prompts for place in prompt.told or [0] * self._n]
         self._last_token_at = [0.0] * len(self.outputs)
+        self._plain: set[int] = set()  # choices of which nothing but text is told until their end
         self._watcher: asyncio.Task[None] | None = None
 
     def watch(self, receive: Receive) -> None:
@@ -127,20 +134,31 @@ class Generation:
         finally:
             self._stream.direct = self._sink = None
 
-    def _pour(self, item: TokenOutput) -> bool:
-        """Whether this output was one for the sink."""
-        if item.finish_reason is not None or item.logprobs or len(item.token_ids) > _MOST_POURED:
-            return False
-        if self._sink is None or not self._sink.is_open or self.client_gone or self._failure is not None:
+    def _pour(self, request_id: str, choice: int, index: int, token_id: int) -> bool:
+        """Whether the sink has taken this token."""
+        sink = self._sink
+        if sink is None or not sink.is_open or self.client_gone or self._failure is not None:
             return False
         try:
-            delta = self._fresh(item)
-            if delta is not None:
-                self._sink.write(delta)
+            number = self._prompt_of[request_id] * self._n + choice
+            if number in self._plain:
+                text = self.outputs[number].push_token(token_id)
+                self._measure(number, 1)
+                sink.write_text(number, text)
+            else:
+                self._pour_delta(sink, number, TokenOutput(request_id, choice, index, [token_id]))
         except Exception as error:
             self._failure = error  # the one who waits raises it
             self.wake()
         return True
+
+    def _pour_delta(self, sink: Sink, number: int, item: TokenOutput) -> None:
+        """What is told of it; if all that follows is its text, the next ones are poured as that."""
+        delta = self._fresh(item)
+        if delta is not None:
+            sink.write(delta)
+        if sink.is_plain and self.outputs[number].is_plain and self.told[number] <= item.index + 1:
+            self._plain.add(number)
 
     def wake(self) -> None:
         """End a wait, though nothing may be there."""

@@ -42,6 +42,21 @@ def json_string(text: str) -> str:
     return quoted if text.isascii() else quoted.translate(_LINE_ENDS)
 
 
+_SHORT = 16  # characters; tokens are not much longer
+_MOST_KNOWN = 1 << 17
+_known: dict[str, bytes] = {}  # short texts as JSON; tokens come again and again
+
+
+def json_bytes(text: str) -> bytes:
+    """`json_string` of a token's text, encoded."""
+    data = _known.get(text)
+    if data is None:
+        data = json_string(text).encode()
+        if len(text) <= _SHORT and len(_known) < _MOST_KNOWN:
+            _known[text] = data
+    return data
+
+
 def event(payload: Mapping[str, object]) -> bytes:
     """One event with a JSON object."""
     text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
@@ -56,6 +71,13 @@ class Chunks(Protocol):
 
     def __call__(self, delta: ChoiceDelta) -> bytes:
         """The events of one delta."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `text` may be used: nothing but text is told of a token."""
+
+    def text(self, choice: int, text: str) -> bytes:
+        """The event of one token of a choice that has begun; nothing without text."""
 
 
 class SseResponse:
@@ -136,6 +158,18 @@ class SseResponse:
     def write(self, delta: ChoiceDelta) -> None:
         """See `Sink`."""
         data = self._chunks(delta)
+        if data and self._writer is not None:
+            self._writer.write(data)
+            self._watch.waits_since = self._watch.time()
+
+    @property
+    def is_plain(self) -> bool:
+        """See `Sink`."""
+        return self._chunks.is_plain
+
+    def write_text(self, choice: int, text: str) -> None:
+        """See `Sink`."""
+        data = self._chunks.text(choice, text)
         if data and self._writer is not None:
             self._writer.write(data)
             self._watch.waits_since = self._watch.time()

@@ -64,7 +64,7 @@ class NullRunner:
 
 
 def null_runner(config: ServeConfig, place: RankPlace) -> tuple[NullRunner, ExecutorInfo]:
-    """For the model's shape, which is all that is read of it. KV blocks that do not exist are as many as can be used."""
+    """For the model's shape, which is all that is read of it. There are as many KV blocks as can be used."""
     text = load_hf_config(find_checkpoint(config.model.model, config.model.revision)).get_text_config()
     max_model_len = resolve_max_model_len(config, text.max_position_embeddings)
     block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs

@@ -8,7 +8,7 @@ entry takes each index once, in order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from novainfer.errors import ProtocolError
 from novainfer.protocol.messages import FINISH_CANCELLED, AddRequest, PromptLogprobs, TokenOutput
@@ -123,11 +123,22 @@ def _only_new(output: TokenOutput, emitted: list[int]) -> TokenOutput:
     return replace(output, index=len(emitted), token_ids=output.token_ids[known:], logprobs=output.logprobs[known:])
 
 
+@dataclass(slots=True, eq=False)
+class LiveChoice:
+    """A choice by its number (`AddRequest.ref`): where its next plain token goes."""
+
+    entry: JournalEntry
+    choice: int
+    emitted: list[int]  # the entry's
+
+
 class Journal:
-    """The live entries by request id."""
+    """The live entries by request id, and their choices by number."""
 
     def __init__(self) -> None:
         self._entries: dict[str, JournalEntry] = {}
+        self._next_ref = 0
+        self.choices: dict[int, LiveChoice] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -137,11 +148,15 @@ class Journal:
         return iter(list(self._entries.values()))
 
     def add(self, entry: JournalEntry) -> None:
-        """Raises `ValueError` if the id is taken."""
+        """Its request gets its numbers. Raises `ValueError` if the id is taken."""
         request_id = entry.request.request_id
         if request_id in self._entries:
             raise ValueError(f"request {request_id} is in the journal already")
         self._entries[request_id] = entry
+        entry.request = replace(entry.request, ref=self._next_ref)
+        for choice, emitted in enumerate(entry.emitted):
+            self.choices[self._next_ref + choice] = LiveChoice(entry, choice, emitted)
+        self._next_ref += len(entry.emitted)
 
     def get(self, request_id: str) -> JournalEntry | None:
         """The live entry, if there is one."""
@@ -149,4 +164,8 @@ class Journal:
 
     def remove(self, request_id: str) -> JournalEntry | None:
         """Forget a request that has ended."""
-        return self._entries.pop(request_id, None)
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            for choice in range(len(entry.emitted)):
+                self.choices.pop(entry.request.ref + choice, None)
+        return entry

@@ -82,6 +82,18 @@ class ChoiceOutput:
         """Sampled ids seen."""
         return len(self.token_ids)
 
+    @property
+    def is_plain(self) -> bool:
+        """Its text depends on its tokens alone: `push_token` may be used."""
+        return not self._params.stop
+
+    def push_token(self, token_id: int) -> str:
+        """`push` of one token without log-probabilities that is not the last one: its text."""
+        self.token_ids.append(token_id)
+        text = self._detokenizer.feed((token_id,))
+        self._text_length += len(text)
+        return text
+
     def push(self, output: TokenOutput) -> ChoiceDelta:
         """Take the next tokens of this choice."""
         delta = ChoiceDelta(self.choice)

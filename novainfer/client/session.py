@@ -53,6 +53,10 @@ class Sink(Protocol):
         """One more output."""
         ...
 
+    def push_token(self, request_id: str, choice: int, index: int, token_id: int) -> None:
+        """One more token with nothing else to tell: `push` of a `TokenOutput`, in short."""
+        ...
+
     def end(self, request_id: str, error: Exception | None = None) -> None:
         """The last word on a request."""
         ...
@@ -257,18 +261,42 @@ class GatewaySession:
     def _handle_batch(self, batch: OutputBatch) -> None:
         if self.info is not None and batch.epoch < self.info.epoch:
             return  # from an engine that was replaced
-        outputs: list[StreamItem] = [*batch.prompt_logprobs, *batch.outputs]
-        for output in outputs:
-            entry = self._journal.get(output.request_id)
-            if entry is None:
+        for item in batch.prompt_logprobs:
+            self._take(item, batch.epoch)
+        for ref, cached in zip(batch.begun_refs, batch.begun_cached, strict=False):
+            if (live := self._journal.choices.get(ref)) is not None and live.entry.num_cached_tokens < 0:
+                live.entry.num_cached_tokens = cached
+        self._handle_tokens(batch)
+        for output in batch.outputs:
+            self._take(output, batch.epoch)
+
+    def _handle_tokens(self, batch: OutputBatch) -> None:
+        """The plain tokens: nearly all that there is."""
+        epoch, choices, sinks = batch.epoch, self._journal.choices, self._sinks
+        for ref, index, token_id in zip(batch.refs, batch.indexes, batch.token_ids, strict=False):
+            live = choices.get(ref)
+            if live is None:
                 continue
-            try:
-                self._dispatch(entry, output, batch.epoch)
-            except ProtocolError as error:
-                self.num_protocol_errors += 1
-                log.error("request ended by a fault in its stream: %s", error)
-                self._tell(CancelRequest(output.request_id))
-                self._end(output.request_id, EngineError("The engine's stream of tokens broke."))
+            entry, emitted = live.entry, live.emitted
+            request_id = entry.request.request_id
+            if entry.epoch == epoch and len(emitted) == index and emitted and entry.finish_reasons[live.choice] is None:
+                emitted.append(token_id)
+                sinks[request_id].push_token(request_id, live.choice, index, token_id)
+            else:
+                cached = max(entry.num_cached_tokens, 0)
+                self._take(TokenOutput(request_id, live.choice, index, [token_id], num_cached_tokens=cached), epoch)
+
+    def _take(self, output: StreamItem, epoch: int) -> None:
+        entry = self._journal.get(output.request_id)
+        if entry is None:
+            return
+        try:
+            self._dispatch(entry, output, epoch)
+        except ProtocolError as error:
+            self.num_protocol_errors += 1
+            log.error("request ended by a fault in its stream: %s", error)
+            self._tell(CancelRequest(output.request_id))
+            self._end(output.request_id, EngineError("The engine's stream of tokens broke."))
 
     def _dispatch(self, entry: JournalEntry, output: StreamItem, epoch: int) -> None:
         fresh: StreamItem | None

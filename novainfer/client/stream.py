@@ -39,7 +39,7 @@ class RequestStream:
         self._pending: dict[tuple[str, int], list[StreamItem]] = {}
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.direct: Callable[[TokenOutput], bool] | None = None  # see `push`
+        self.direct: Callable[[str, int, int, int], bool] | None = None  # see `push_token`
 
     def take_ready(self) -> list[StreamItem]:
         """All that can be had without waiting; [] when nothing is there. Raises what ended a request early."""
@@ -67,15 +67,18 @@ class RequestStream:
             raise EngineError(item.error or "The engine failed on this request.")
         return item
 
-    def push(self, item: StreamItem) -> None:
-        """Add an output (the client's reader task).
+    def push_token(self, request_id: str, choice: int, index: int, token_id: int) -> None:
+        """Add a token with nothing else to tell (the client's reader task).
 
         `direct` may take it at once, if nothing waits before it; it says whether it did, and does not raise. While much
-        has piled up, outputs are merged instead.
+        has piled up, tokens are merged instead.
         """
-        may_go = not self._order and not self._is_behind()
-        if may_go and self.direct is not None and isinstance(item, TokenOutput) and self.direct(item):
-            return
+        may_go = not self._order and self.direct is not None and not self._is_behind()
+        if not may_go or self.direct is None or not self.direct(request_id, choice, index, token_id):
+            self.push(TokenOutput(request_id, choice, index, [token_id]))
+
+    def push(self, item: StreamItem) -> None:
+        """Add an output (the client's reader task)."""
         choice = item.choice if isinstance(item, TokenOutput) else -1
         key = (item.request_id, choice)
         waiting = self._pending.get(key)

@@ -99,7 +99,7 @@ class _Held:
         if isinstance(message, EngineInfo):
             self._info = message
         elif isinstance(message, OutputBatch):
-            self._batch = message
+            self._batch = message if self._batch is None else _joined(self._batch, message)
             self._prompt_logprobs += message.prompt_logprobs
             for output in message.outputs:
                 self._outputs.setdefault((output.request_id, output.choice), []).append(output)
@@ -115,3 +115,13 @@ class _Held:
         if self._info is not None:  # last: its epoch may be newer than the outputs', which would count as stale
             messages.append(self._info)
         return messages
+
+
+_COLUMNS = ("refs", "indexes", "token_ids", "begun_refs", "begun_cached")
+
+
+def _joined(earlier: OutputBatch, later: OutputBatch) -> OutputBatch:
+    """The later one, with the columns of both; those of the earlier one are used up."""
+    for name in _COLUMNS:
+        getattr(earlier, name).extend(getattr(later, name))
+    return replace(later, **{name: getattr(earlier, name) for name in _COLUMNS})

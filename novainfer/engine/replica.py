@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -40,6 +40,7 @@ from novainfer.protocol.messages import (
     Unlinked,
 )
 from novainfer.protocol.supervision import ROLE_SCHEDULER, ChildReady, SchedulerPulse, WorkersFault, WorkersLost
+from novainfer.scheduler.batch import PlainTokens
 from novainfer.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Replica:
 
     def _advance(self, now: float) -> bool:
         if self._engine is not None:
-            self._publish(self._engine.scheduler.expire(now), [])
+            self._publish(self._engine.scheduler.expire(now))
             self._refuse(self._engine.scheduler.give_up_waiting(now))
         if self._have_failed:
             with suppress(EngineError):
@@ -127,7 +128,7 @@ class Replica:
             self._num_steps += 1
             if self._num_steps == 1:
                 self._next_stats = now  # the supervisor shall know at once that this group gets on
-            self._publish(outputs.outputs, outputs.prompt_logprobs)
+            self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
         return bool(submitted) or outputs is not None
 
     def _try_start(self) -> bool:
@@ -140,7 +141,7 @@ class Replica:
         if self._engine is None:
             self._engine = EngineCore(self._executor, self._config, self._executor.held)
         else:
-            self._publish(self._engine.attach_workers(self._executor), [])
+            self._publish(self._engine.attach_workers(self._executor))
         self._inform_gateways()
         self._links.to_supervisor(ChildReady(ROLE_SCHEDULER, self._number, self._epoch))
         return True
@@ -155,7 +156,7 @@ class Replica:
         self._num_steps = 0
         self._inform_gateways()  # first: it says which epoch what follows is of
         if self._engine is not None:
-            self._publish(self._engine.lose_workers(faulted=order.faulted), [])
+            self._publish(self._engine.lose_workers(faulted=order.faulted))
 
     # -- messages from gateways -----------------------------------------------------------------------------
 
@@ -242,10 +243,10 @@ class Replica:
             self._owner[request_id] = identity
             if request_id in engine.scheduler.requests:
                 gateway.live[request_id] = engine.scheduler.requests[request_id]
-            self._publish(ended, [])
+            self._publish(ended)
 
     def _cancel(self, engine: EngineCore, gateway: GatewayLink, message: CancelRequest) -> None:
-        self._publish(engine.cancel(message.request_id, message.choice, complete=message.complete), [])
+        self._publish(engine.cancel(message.request_id, message.choice, complete=message.complete))
         if not message.complete and not self._is_live(message.request_id):
             gateway.told(message.request_id)
 
@@ -253,7 +254,7 @@ class Replica:
         found = _with_alias(engine, message)
         for request in found:
             identity = self._owner.get(request.request_id)
-            self._publish(engine.cancel(request.request_id), [])
+            self._publish(engine.cancel(request.request_id))
             self._orphans.pop(request.request_id)
             if identity is not None:
                 self._gateways[identity].told(request.request_id)
@@ -301,22 +302,37 @@ class Replica:
 
     # -- messages to gateways -------------------------------------------------------------------------------
 
-    def _publish(self, outputs: list[TokenOutput], prompt_logprobs: list[PromptLogprobs]) -> None:
+    def _publish(
+        self,
+        outputs: list[TokenOutput],
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
+        plain: PlainTokens | None = None,
+    ) -> None:
         """One message per gateway, however many tokens."""
-        if not outputs and not prompt_logprobs:
-            return
-        by_gateway: dict[bytes, tuple[list[TokenOutput], list[PromptLogprobs]]] = defaultdict(lambda: ([], []))
-        for output in outputs:
-            identity = self._owner.get(output.request_id)
-            if identity is not None:
-                by_gateway[identity][0].append(output)
-        for item in prompt_logprobs:
-            identity = self._owner.get(item.request_id)
-            if identity is not None:
-                by_gateway[identity][1].append(item)
         step = self._engine.scheduler.step if self._engine is not None else 0
-        for identity, (tokens, logprobs) in by_gateway.items():
-            self._gateways[identity].say(OutputBatch(self._epoch, step, tokens, logprobs))
+        batches: defaultdict[bytes, OutputBatch] = defaultdict(lambda: OutputBatch(self._epoch, step, []))
+        owner = self._owner.get
+        if plain is not None:
+            for sequence, index, token_id in zip(plain.sequences, plain.indexes, plain.token_ids, strict=True):
+                identity = owner(sequence.request_id)
+                if identity is not None:
+                    batch = batches[identity]
+                    batch.refs.append(sequence.ref)
+                    batch.indexes.append(index)
+                    batch.token_ids.append(token_id)
+                    if index == 0:
+                        batch.begun_refs.append(sequence.ref)
+                        batch.begun_cached.append(max(sequence.request.num_cached_tokens, 0))
+        for output in outputs:
+            identity = owner(output.request_id)
+            if identity is not None:
+                batches[identity].outputs.append(output)
+        for item in prompt_logprobs:
+            identity = owner(item.request_id)
+            if identity is not None:
+                batches[identity].prompt_logprobs.append(item)
+        for identity, batch in batches.items():
+            self._gateways[identity].say(batch)
         for output in outputs:
             if output.finish_reason is not None and not self._is_live(output.request_id):
                 identity = self._owner.pop(output.request_id, None)

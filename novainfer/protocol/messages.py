@@ -54,6 +54,7 @@ class AddRequest:
     aliases: list[str] = field(default_factory=list)  # what else its tenant knows it by, at every gateway
     answer: str = ""  # how the gateway writes the answer, for a gateway that takes the request over
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache when it first began; -1: it has not yet
+    ref: int = -1  # the gateway's number for choice 0, the next ones for the others; -1: its tokens are spelled out
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +159,22 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class OutputBatch:
-    """All that one step has for one gateway, in one message."""
+    """All that one step has for one gateway, in one message.
+
+    Choice refs[i] (see `AddRequest.ref`) gets token_ids[i] at output index indexes[i]: most tokens, for which there is
+    no more to say. Of one choice they come before its `outputs`. Choice begun_refs[i] gets its first token with this
+    batch, or one before; begun_cached[i] prompt tokens of its request were found in the prefix cache.
+    """
 
     epoch: int
     step: int
     outputs: list[TokenOutput]
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    refs: list[int] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    begun_refs: list[int] = field(default_factory=list)
+    begun_cached: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

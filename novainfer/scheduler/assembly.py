@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set
 
 from novainfer.scheduler.batch import StepBatch
@@ -43,7 +44,6 @@ class StepAssembly:
         self._pace = pace
         self._max_tokens = max_num_batched_tokens
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
-        self._taken: set[int] = set()  # ids of the sequences in this step
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
         self._yielding: set[str] = set()  # those of them that make way, in this step
 
@@ -76,12 +76,30 @@ class StepAssembly:
 
     def _schedule_decodes(self) -> None:
         # A row that is in the step can neither be in it twice nor be preempted for another one.
-        order = [s for s in self._placement.decode_order() if id(s) not in self._taken]
-        wanted = [s for s in order if s.num_tokens - s.num_computed_tokens == 1 and s.wants_step]
+        taken = set(map(id, (*self.batch.decodes, *self.batch.chunks)))
+        order = self._placement.decode_order()
+        if taken:
+            order = [s for s in order if id(s) not in taken]
+        wanted = [
+            s
+            for s in order
+            if s.num_computed_tokens + 1 == len(s.token_ids) + s.num_pending < s.end_len  # one token, and not its last
+        ]
+        block_size, add, charged = self._rows.info.block_size, self.batch.add, Counter[str]()
         for sequence in self._paced(wanted):
-            # It may have been preempted a moment ago, for another one.
-            if sequence.is_running and self._placement.grow(sequence, self.batch, order):
-                self._add(sequence, 1)
+            if sequence.row < 0:
+                continue  # it was preempted a moment ago, for another one
+            computed = sequence.num_computed_tokens
+            if computed % block_size == 0 and not self._placement.grow(sequence, self.batch, order):
+                continue
+            add(sequence, 1)
+            units = 1 if computed < sequence.num_charged_tokens else 2
+            if units == 2:
+                sequence.num_charged_tokens = computed + 1
+            sequence.work += units
+            charged[sequence.tenant] += units
+        for name, units in charged.items():
+            self._shares.charge(name, units)
 
     def _owed(self) -> set[str]:
         """Tenants for whom others make way in this step: they have a prompt to compute, are not far above their share,
@@ -109,7 +127,7 @@ class StepAssembly:
         others = [s for s in others if s.tenant not in self._yielding]
         due = self._rows_due(self._excess.keys() - self._yielding)
         if len(others) > due:
-            certain = [s.num_tokens for s in (*base, *(entry.sequence for entry in self.batch.decodes))]
+            certain = [s.num_tokens for s in (*base, *self.batch.decodes)]
             allowed = self._pace.rows_allowed(certain, [s.num_tokens for s in others])
             others = others[: max(due, allowed)]
         chosen = {id(s) for s in (*base, *others)}
@@ -120,9 +138,10 @@ class StepAssembly:
 
     def _schedule_chunks(self) -> None:
         """Prompts on their way, oldest first, the least served tenant's before. They have their blocks already."""
+        taken = set(map(id, self.batch.chunks))
         found: dict[str, list[Sequence]] = {}
         for sequence in self._rows.running:
-            if sequence.num_tokens - sequence.num_computed_tokens > 1 and id(sequence) not in self._taken:
+            if sequence.num_tokens - sequence.num_computed_tokens > 1 and id(sequence) not in taken:
                 found.setdefault(sequence.tenant, []).append(sequence)
         for name in sorted(found, key=lambda name: (self._shares.of(name).served, found[name][0].age)):
             for sequence in found[name]:
@@ -179,7 +198,6 @@ class StepAssembly:
 
     def _add(self, sequence: Sequence, num_tokens: int) -> None:
         """Schedule the sequence's next tokens; its tenant is charged for them as far as they are new."""
-        self._taken.add(id(sequence))
         samples = self.batch.add(sequence, num_tokens)
         units = max(sequence.num_computed_tokens - sequence.num_charged_tokens, 0) + samples
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, sequence.num_computed_tokens)

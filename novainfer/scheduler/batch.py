@@ -10,33 +10,50 @@ from novainfer.scheduler.request import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledRow:
-    """A sequence's part of a submitted step. `row` is kept: the sequence may lose it before the result."""
-
-    sequence: Sequence
-    row: int
-    generation: int
-    num_computed_after: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step in flight: its rows in the plan's order."""
+    """A step in flight. Columns, in the plan's order: one entry for each row that it runs.
+
+    `rows`, `generations` and `computed` are kept, since a sequence may lose its row before the result.
+    """
 
     step: int
-    rows: list[ScheduledRow]
+    sequences: list[Sequence]
+    rows: list[int]
+    generations: list[int]
+    computed: list[int]  # tokens computed when it has ended
+    sampled: list[Sequence]  # those that get a token, and their rows
+    sampled_rows: list[int]
     num_tokens: int  # that it computes
-    context: int  # tokens that they attend to: those of its rows
     submitted: float | None  # seconds, on the caller's clock
+
+    @property
+    def context(self) -> int:
+        """Tokens that those it computes attend to: all of its rows."""
+        return sum(self.computed)
+
+
+@dataclass(slots=True)
+class PlainTokens:
+    """One token each of choices that have a number at their gateway, without anything else to tell. Columns."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)  # output indexes
+    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What one result means for the clients."""
+    """What one result means for the clients. `others` come after the plain tokens, of which no choice has two."""
 
-    outputs: list[TokenOutput]
+    plain: PlainTokens
+    others: list[TokenOutput]
     prompt_logprobs: list[PromptLogprobs]
+
+    @property
+    def outputs(self) -> list[TokenOutput]:
+        """All tokens spelled out."""
+        plain = zip(self.plain.sequences, self.plain.indexes, self.plain.token_ids, strict=True)
+        return [*(sequence.output(index, [token_id], None) for sequence, index, token_id in plain), *self.others]
 
 
 @dataclass(slots=True)
@@ -44,9 +61,11 @@ class StepBatch:
     """Collects rows under one token budget; decodes and prefill chunks are kept apart for the plan's order."""
 
     budget: int  # tokens left
-    decodes: list[ScheduledRow] = field(default_factory=list)
-    chunks: list[ScheduledRow] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)
+    chunks: list[Sequence] = field(default_factory=list)
     chunk_sizes: list[int] = field(default_factory=list)
+    sampled_decodes: list[Sequence] = field(default_factory=list)
+    sampled_chunks: list[Sequence] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -58,17 +77,17 @@ class StepBatch:
         Whether one more token of it is sampled.
         """
         self.budget -= num_new_tokens
-        sequence.num_computed_tokens += num_new_tokens
-        samples = sequence.num_computed_tokens == sequence.num_tokens
-        entry = ScheduledRow(sequence, sequence.row, sequence.generation, sequence.num_computed_tokens, samples)
+        sequence.num_computed_tokens = computed = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens == 1:
-            self.decodes.append(entry)
+            self.decodes.append(sequence)
         else:
-            self.chunks.append(entry)
+            self.chunks.append(sequence)
             self.chunk_sizes.append(num_new_tokens)
-        if samples:
-            sequence.num_pending += 1
-        return samples
+        if computed < len(sequence.token_ids) + sequence.num_pending:
+            return False
+        (self.sampled_decodes if num_new_tokens == 1 else self.sampled_chunks).append(sequence)
+        sequence.num_pending += 1
+        return True
 
     def add_new_row(self, row: NewRow) -> None:
         """A sequence starts with this step."""
@@ -77,20 +96,15 @@ class StepBatch:
         self.num_new_ids += sum(map(len, lists)) + len(params.allowed_token_ids or ()) + len(params.stop_token_ids)
         self.new_rows.append(row)
 
-    @property
-    def rows(self) -> list[ScheduledRow]:
-        """All rows in the plan's order: those with one token first."""
-        return self.decodes + self.chunks
-
     def plan(
-        self, epoch: int, step: int, freed_rows: list[int], index_changes: tuple[list[int], list[IndexedBlock]]
+        self, epoch: int, record: StepRecord, freed_rows: list[int], index_changes: tuple[list[int], list[IndexedBlock]]
     ) -> StepPlan:
         """The step as the workers get it. index_changes: see `PrefixIndex.take_changes`."""
         unindexed, indexed = index_changes
         return StepPlan(
             epoch=epoch,
-            step=step,
-            rows=[entry.row for entry in self.rows],
+            step=record.step,
+            rows=record.rows,
             num_new_tokens=[1] * len(self.decodes) + self.chunk_sizes,
             freed_rows=freed_rows,
             new_rows=self.new_rows,
@@ -101,13 +115,29 @@ class StepBatch:
             indexed=indexed,
         )
 
+    def record(self, step: int, submitted: float | None) -> StepRecord:
+        """What to remember of it."""
+        sequences = self.decodes + self.chunks
+        sampled = self.sampled_decodes + self.sampled_chunks
+        return StepRecord(
+            step=step,
+            sequences=sequences,
+            rows=[s.row for s in sequences],
+            generations=[s.generation for s in sequences],
+            computed=[s.num_computed_tokens for s in sequences],
+            sampled=sampled,
+            sampled_rows=[s.row for s in sampled],
+            num_tokens=len(self.decodes) + sum(self.chunk_sizes),
+            submitted=submitted,
+        )
+
 
 def new_row(sequence: Sequence) -> NewRow:
     """The sequence as the workers get to know it, when it takes a row."""
     return NewRow(
         row=sequence.row,
         token_ids=list(sequence.token_ids),
-        prompt_len=sequence.request.prompt_len,
+        prompt_len=sequence.prompt_len,
         num_computed_tokens=sequence.num_computed_tokens,
         block_ids=list(sequence.table.blocks),
         params=sequence.params,

@@ -35,6 +35,10 @@ class Isolation:
         self._lonely: Sequence | None = None
         self._given_up: OrderedDict[tuple[str, int], None] = OrderedDict()  # (request id, choice)
 
+    def __bool__(self) -> bool:
+        """Whether there is anybody to `clear`."""
+        return bool(self._records)
+
     def has_given_up(self, sequence: Sequence) -> bool:
         """Its request was sent again by a gateway that the word of its end has not reached: it would kill once more."""
         return (sequence.request.request_id, sequence.choice) in self._given_up

@@ -46,7 +46,7 @@ class Placement:
         sequence.num_computed_tokens = sequence.num_confirmed_tokens = computed
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, computed)
         if sequence.choice == 0 and not sequence.last_step:
-            sequence.num_cached_tokens = min(computed, sequence.request.prompt_len)
+            sequence.num_cached_tokens = min(computed, sequence.prompt_len)
             self._totals.cached_prompt_tokens += sequence.num_cached_tokens
         self.rows.take(sequence)
         batch.add_new_row(new_row(sequence))

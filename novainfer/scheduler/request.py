@@ -27,6 +27,12 @@ class Sequence:
     params: SamplingParams
     table: BlockTable
     stop_token_ids: frozenset[int]
+    # The same as the request's, which every step would look up for every row.
+    request_id: str
+    tenant: str
+    prompt_len: int
+    end_len: int  # tokens when it has all of max_tokens
+    ref: int  # its gateway's number for it; negative: it has none
     row: int = NO_ROW
     num_pending: int = 0
     num_computed_tokens: int = 0
@@ -42,11 +48,6 @@ class Sequence:
     finished: bool = False
 
     @property
-    def tenant(self) -> str:
-        """Whose it is."""
-        return self.request.message.tenant
-
-    @property
     def num_tokens(self) -> int:
         """Known and pending tokens."""
         return len(self.token_ids) + self.num_pending
@@ -54,7 +55,7 @@ class Sequence:
     @property
     def num_output(self) -> int:
         """Known output tokens."""
-        return len(self.token_ids) - self.request.prompt_len
+        return len(self.token_ids) - self.prompt_len
 
     @property
     def is_running(self) -> bool:
@@ -63,7 +64,7 @@ class Sequence:
     @property
     def wants_step(self) -> bool:
         """False once everything up to max_tokens is sampled or in flight: only results are missing."""
-        return self.num_output + self.num_pending < self.request.max_tokens
+        return len(self.token_ids) + self.num_pending < self.end_len
 
     def lose_workers(self) -> None:
         """Forget what the workers held: only the known tokens are left, and all of them must be computed again."""
@@ -74,11 +75,12 @@ class Sequence:
 
     def finish_reason(self) -> str | None:
         """Why it ends with its last known token, if it does."""
-        if self.num_output == 0:
+        num_output = self.num_output
+        if num_output == 0:
             return None
-        if self.token_ids[-1] in self.stop_token_ids and self.num_output > self.params.min_tokens:
+        if self.token_ids[-1] in self.stop_token_ids and num_output > self.params.min_tokens:
             return FINISH_STOP
-        return FINISH_LENGTH if self.num_output >= self.request.max_tokens else None
+        return FINISH_LENGTH if len(self.token_ids) >= self.end_len else None
 
     def output(
         self,
@@ -91,7 +93,7 @@ class Sequence:
     ) -> TokenOutput:
         """What its client gets: the tokens from output index `index` on, and its end if `reason` is given."""
         return TokenOutput(
-            request_id=self.request.request_id,
+            request_id=self.request_id,
             choice=self.choice,
             index=index,
             token_ids=token_ids,
@@ -118,7 +120,7 @@ class Sequence:
         """Units of service until its end, if it uses all of max_tokens and nothing of it is cached."""
         num_output = self.num_output
         leads = self.choice == 0 or num_output > 0
-        return (len(self.token_ids) if leads else 0) + 2 * (self.request.max_tokens - num_output)
+        return (len(self.token_ids) if leads else 0) + 2 * (self.end_len - len(self.token_ids))
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +184,11 @@ def make_request(message: AddRequest, arrival: int, now: float) -> Request:
                 params=params if choice == 0 else replace(params, prompt_logprobs=None),
                 table=BlockTable(root, use_cache),
                 stop_token_ids=stop_token_ids,
+                request_id=message.request_id,
+                tenant=message.tenant,
+                prompt_len=len(message.prompt_token_ids),
+                end_len=len(message.prompt_token_ids) + params.max_tokens,
+                ref=message.ref + choice if message.ref >= 0 else -1,
             )
         )
     return request

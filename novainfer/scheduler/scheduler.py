@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import repeat
 
 from novainfer.config import CacheConfig, SchedulerConfig
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
@@ -21,7 +22,6 @@ from novainfer.protocol.messages import (
     FINISH_LENGTH,
     FINISH_STOP,
     AddRequest,
-    Logprobs,
     PromptLogprobs,
     RequestRejected,
     TokenOutput,
@@ -29,7 +29,7 @@ from novainfer.protocol.messages import (
 from novainfer.protocol.step import StepPlan, StepResult
 from novainfer.scheduler.admission import check_request
 from novainfer.scheduler.assembly import StepAssembly
-from novainfer.scheduler.batch import ScheduledRow, StepOutputs, StepRecord
+from novainfer.scheduler.batch import PlainTokens, StepOutputs, StepRecord
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.load import LoadMeter
@@ -212,7 +212,7 @@ class Scheduler:
         it, if that is known. Until `attach_workers` nothing is scheduled; requests are accepted all the same.
         """
         culprit = self._isolation.after_death(
-            (entry.sequence for record in self._in_flight for entry in record.rows), faulted=faulted
+            (sequence for record in self._in_flight for sequence in record.sequences), faulted=faulted
         )
         for sequence in self._rows.drop_all():
             self.waiting.push(sequence)
@@ -254,21 +254,20 @@ class Scheduler:
         if not alone:
             assembly.schedule_all()
         batch = assembly.batch
-        rows = batch.rows
-        if not rows:
+        if not batch.decodes and not batch.chunks:
             return None
         self._step += 1
-        plan = batch.plan(self._info.epoch, self._step, self._rows.take_freed(), self.kv.index.take_changes())
-        context = sum(entry.num_computed_after for entry in rows)
-        self._in_flight.append(StepRecord(self._step, rows, budget - batch.budget, context, self._now))
-        for entry in rows:
-            entry.sequence.last_step = self._step
-            request = entry.sequence.request
-            self._not_begun.pop(request.request_id, None)
-            if entry.sequence.choice == 0 and entry.num_computed_after >= request.prompt_len:
+        record = batch.record(self._step, self._now)
+        self._in_flight.append(record)
+        for sequence, computed in zip(record.sequences, record.computed, strict=True):
+            if not sequence.last_step:
+                self._not_begun.pop(sequence.request_id, None)
+            sequence.last_step = self._step
+            request = sequence.request
+            if not request.prompt_computed and sequence.choice == 0 and computed >= sequence.prompt_len:
                 request.prompt_computed = True
                 self._release_followers(request)
-        return plan
+        return batch.plan(self._info.epoch, record, self._rows.take_freed(), self.kv.index.take_changes())
 
     def _keeps_the_way_free(self) -> bool:
         """While one tenant's many rows make steps long, none queues behind the one that runs: another tenant's next
@@ -282,32 +281,28 @@ class Scheduler:
     def update(self, result: StepResult) -> StepOutputs:
         """Apply the oldest step's result. Raises `EngineError` if it is not that step's."""
         record = self._in_flight.popleft()
-        sampled = [entry for entry in record.rows if entry.samples]
-        if result.step != record.step or result.rows != [entry.row for entry in sampled]:
+        if (result.step, result.rows, len(result.token_ids)) != (record.step, record.sampled_rows, len(record.sampled)):
             raise EngineError(f"the result of step {result.step} does not answer the plan of step {record.step}")
-        self._load.done(record.num_tokens + len(sampled))
+        self._load.done(record.num_tokens + len(record.sampled))
         self._measure(record)
-        bad_rows = set(result.bad_rows)
-        for entry in record.rows:
-            if entry.generation == entry.sequence.generation:
-                entry.sequence.num_confirmed_tokens = entry.num_computed_after
-                if entry.row in bad_rows:  # no other request may find what it computed
-                    self.kv.forget(entry.sequence.table)
+        bad = [s for s, row in zip(record.sequences, record.rows, strict=True) if row in result.bad_rows]
+        block_size, full = self._info.block_size, []
+        for sequence, generation, computed in zip(record.sequences, record.generations, record.computed, strict=True):
+            if generation == sequence.generation:
+                if sequence.num_confirmed_tokens // block_size != computed // block_size:
+                    full.append(sequence)
+                sequence.num_confirmed_tokens = computed
         # Before any request ends: a prompt's log-probabilities may come with its last token.
         prompt_logprobs = self._prompt_logprobs(record, result)
-        outputs = []
-        for i, entry in enumerate(sampled):
-            logprobs = result.logprobs[i] if result.logprobs else None
-            output = self._take_token(entry, result.token_ids[i], logprobs, entry.row in bad_rows)
-            if output is not None:
-                outputs.append(output)
-        for entry in record.rows:
-            sequence = entry.sequence
-            if entry.row in bad_rows and not entry.samples and not sequence.finished:
-                outputs.append(self._end(sequence, FINISH_ERROR, error=_NOT_FINITE))
+        plain, others = self._take_tokens(record, result, bad)
+        for sequence in bad:
+            self.kv.forget(sequence.table)  # no other request may find what it computed
+            if not sequence.finished:
+                others.append(self._end(sequence, FINISH_ERROR, error=_NOT_FINITE))
+        for sequence in full:
             if sequence.is_running:
                 self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
-        return StepOutputs(outputs, prompt_logprobs)
+        return StepOutputs(plain, others, prompt_logprobs)
 
     def _measure(self, record: StepRecord) -> None:
         """How long the step took: from the result before it, or from its submission to idle workers."""
@@ -320,27 +315,43 @@ class Scheduler:
 
     # -- applying a result ----------------------------------------------------------------------------------
 
-    def _take_token(
-        self, entry: ScheduledRow, token_id: int, logprobs: Logprobs | None, bad: bool
-    ) -> TokenOutput | None:
-        """Append a sampled token; None if the choice has ended meanwhile."""
-        sequence = entry.sequence
-        if sequence.finished:
-            return None
-        sequence.num_pending -= 1
-        if bad:
-            return self._end(sequence, FINISH_ERROR, error=_NOT_FINITE)
-        self._isolation.clear(sequence)
-        index = sequence.num_output
-        sequence.token_ids.append(token_id)
-        self.totals.generation_tokens += 1
-        reason = sequence.finish_reason()
-        if reason is not None:
-            self._finish(sequence, reason)
-        return sequence.output(index, [token_id], reason, logprobs=[logprobs] if logprobs is not None else [])
+    def _take_tokens(
+        self, record: StepRecord, result: StepResult, bad: Collection[Sequence]
+    ) -> tuple[PlainTokens, list[TokenOutput]]:
+        """Append the sampled tokens of choices that have not ended meanwhile, and end those that do with theirs."""
+        plain, others = PlainTokens(), []
+        is_watching = bool(self._isolation)
+        logprobs = result.logprobs or repeat(None)
+        count = 0
+        for sequence, token_id, entry in zip(record.sampled, result.token_ids, logprobs, strict=False):
+            if sequence.finished:
+                continue
+            sequence.num_pending -= 1
+            if sequence in bad:
+                continue
+            if is_watching:
+                self._isolation.clear(sequence)
+            known = sequence.token_ids
+            index = len(known) - sequence.prompt_len
+            known.append(token_id)
+            count += 1
+            may_end = token_id in sequence.stop_token_ids or len(known) >= sequence.end_len
+            reason = sequence.finish_reason() if may_end else None
+            if reason is not None or entry is not None or sequence.ref < 0:
+                if reason is not None:
+                    self._finish(sequence, reason)
+                others.append(sequence.output(index, [token_id], reason, logprobs=None if entry is None else [entry]))
+            else:
+                plain.sequences.append(sequence)
+                plain.indexes.append(index)
+                plain.token_ids.append(token_id)
+        self.totals.generation_tokens += count
+        return plain, others
 
     def _prompt_logprobs(self, record: StepRecord, result: StepResult) -> list[PromptLogprobs]:
-        by_row = {entry.row: entry.sequence for entry in record.rows}
+        if not result.prompt_logprobs:
+            return []
+        by_row = dict(zip(record.rows, record.sequences, strict=True))
         return [
             PromptLogprobs(by_row[item.row].request.request_id, item.start, item.entries)
             for item in result.prompt_logprobs

@@ -120,6 +120,13 @@ class SimClient:
         self._stream.push(item)
         self._read_soon()
 
+    def push_token(self, request_id: str, choice: int, index: int, token_id: int) -> None:
+        """See `Sink`."""
+        if self._has_ended or self._stream is None:
+            raise Violation(f"{self._name}: a token came after the last word")
+        self._stream.push_token(request_id, choice, index, token_id)
+        self._read_soon()
+
     def end(self, request_id: str, error: Exception | None = None) -> None:
         """See `Sink`."""
         if self._has_ended or self._stream is None:

@@ -163,7 +163,9 @@ def describe(message: object) -> str:
         outputs = " ".join(
             f"{o.request_id}/{o.choice}@{o.index}+{len(o.token_ids)}{o.finish_reason or ''}" for o in message.outputs
         )
-        return f"OutputBatch {message.epoch} {outputs}"
+        tokens = zip(message.refs, message.indexes, message.token_ids, strict=True)
+        plain = " ".join(f"{ref}@{index}={token_id}" for ref, index, token_id in tokens)
+        return f"OutputBatch {message.epoch} {plain} {outputs}"
     if isinstance(message, StepPlan):
         return f"StepPlan {message.epoch}/{message.step} {message.rows}x{message.num_new_tokens}"
     if isinstance(message, StepResult):

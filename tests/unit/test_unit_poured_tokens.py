@@ -24,7 +24,7 @@ from gateway.body_writer import BodyWriter
 from gateway.context import RequestInfo
 from gateway.generation import Generation, PromptState
 from gateway.metrics import GatewayMetrics
-from gateway.schemas import CompletionRequest
+from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.sse import SseResponse
 from gateway.stream_record import StreamRecord
 from novainfer.client.output import ChoiceDelta
@@ -89,7 +89,7 @@ def cycle_on(pipe: Pipe) -> RequestResponseCycle:
 class Server:
     """One stream from an engine that the test plays to a pipe."""
 
-    def __init__(self, tokenizer: Tokenizer, **params: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: CompletionRequest | ChatRequest = REQUEST, **params: Any) -> None:
         self.is_behind = False
         self.stream = RequestStream(["r"], lambda *_: self.cancels.append("r"), is_behind=lambda: self.is_behind)
         self.cancels: list[str] = []
@@ -104,7 +104,7 @@ class Server:
             info=RequestInfo("r"),
             after_prompt=True,
         )
-        record = StreamRecord.of(REQUEST, "id", 1, "m", receipt=False)
+        record = StreamRecord.of(request, "id", 1, "m", receipt=False)
         self.chunks = chunks_of(self.generation, record, None)
         self.response = SseResponse(self.generation, self.chunks, self.chunks.last, {}, 30.0)
         self.num_sent = 0
@@ -128,7 +128,8 @@ class Server:
             length = int(size, 16)
             assert rest[length : length + 2] == b"\r\n"
             body, rest = body + rest[:length], rest[length + 2 :]
-        return [json.loads(part[6:]) for part in body.decode().split("\n\n") if part.startswith("data: {")]
+        parts = [part.partition("data: ")[2] for part in body.decode().split("\n\n")]
+        return [json.loads(part) for part in parts if part.startswith("{")]
 
 
 async def settle() -> None:
@@ -141,27 +142,43 @@ def token_ids(events: list[dict[str, Any]]) -> list[int]:
 
 
 def text(events: list[dict[str, Any]]) -> str:
-    return "".join(choice["text"] for event in events for choice in event["choices"])
+    choices = [choice for event in events for choice in event["choices"]]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32))
+CHAT = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+REQUESTS = [
+    REQUEST,
+    CompletionRequest.model_validate({"prompt": "x", "stream": True}),
+    CompletionRequest.model_validate({"prompt": "x", "stream": True, "stream_options": {"include_event_ids": True}}),
+    CompletionRequest.model_validate({"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}),
+    ChatRequest.model_validate(CHAT),
+    ChatRequest.model_validate({**CHAT, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), request=st.sampled_from(REQUESTS))
 def test_given_any_pace_and_a_client_that_is_slow_at_times_when_streamed_then_all_comes_once_and_in_order(
-    tokenizer: Tokenizer, seed: int
+    tokenizer: Tokenizer, seed: int, request: CompletionRequest | ChatRequest
 ) -> None:
     rng = random.Random(seed)
     tokens = [rng.randrange(3, 300) for _ in range(rng.randrange(2, 60))]
 
     async def main() -> list[dict[str, Any]]:
-        server = Server(tokenizer)
+        server = Server(tokenizer, request)
         task = server.start()
         place = 0
         while place < len(tokens):
             count = min(rng.choice([1, 1, 1, 2, 5, 80]), len(tokens) - place)
             part = tokens[place : place + count]
             is_last = place + count == len(tokens)
-            server.stream.push(TokenOutput("r", 0, place, part, "length" if is_last else None))
+            if count > 1 or is_last or place == 0:
+                server.stream.push(TokenOutput("r", 0, place, part, "length" if is_last else None))
+            else:
+                server.stream.push_token("r", 0, place, part[0])
             place += count
+            server.is_behind = rng.random() < 0.1
             if rng.random() < 0.2:
                 server.cycle.flow.pause_writing()
             if rng.random() < 0.7:
@@ -175,24 +192,27 @@ def test_given_any_pace_and_a_client_that_is_slow_at_times_when_streamed_then_al
         return server.events()
 
     events = asyncio.run(main())
-    assert token_ids(events) == tokens
+    if request.return_token_ids:
+        assert token_ids(events) == tokens
     assert text(events) == tokenizer.decode([*PROMPT, *tokens])[len(tokenizer.decode(PROMPT)) :]
     assert [c["finish_reason"] for event in events for c in event["choices"]][-1] == "length"
+    usages = [event["usage"] for event in events if event.get("usage")]
+    assert [usage["completion_tokens"] for usage in usages][-1:] in ([], [len(tokens)])
 
 
 def test_given_a_stream_that_has_begun_when_plain_tokens_come_then_no_task_is_needed(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         server = Server(tokenizer)
         task = server.start()
-        server.stream.push(TokenOutput("r", 0, 0, [5]))
+        server.stream.push_token("r", 0, 0, 5)
         await settle()
         sent = server.num_sent
         for place in range(1, 6):
-            server.stream.push(TokenOutput("r", 0, place, [5 + place]))
+            server.stream.push_token("r", 0, place, 5 + place)
         assert token_ids(server.events()) == [5, 6, 7, 8, 9, 10], "at once"
         assert server.num_sent == sent
         server.cycle.flow.pause_writing()
-        server.stream.push(TokenOutput("r", 0, 6, [11]))
+        server.stream.push_token("r", 0, 6, 11)
         await settle()
         assert token_ids(server.events()) == [5, 6, 7, 8, 9, 10], "its client is slow"
         server.cycle.flow.resume_writing()
@@ -216,7 +236,7 @@ def test_given_a_stop_string_when_it_is_met_on_the_way_then_the_choice_ends_and_
         server = Server(tokenizer, stop=[stop])
         task = server.start()
         for place, token in enumerate(tokens):
-            server.stream.push(TokenOutput("r", 0, place, [token]))
+            server.stream.push_token("r", 0, place, token)
             await settle()
         assert server.cancels == ["r"]
         server.stream.end("r")
@@ -236,15 +256,15 @@ def test_given_a_backlog_when_tokens_come_then_they_are_merged_and_the_next_ones
     async def main() -> None:
         server = Server(tokenizer)
         task = server.start()
-        server.stream.push(TokenOutput("r", 0, 0, [5]))
+        server.stream.push_token("r", 0, 0, 5)
         await settle()
-        server.stream.push(TokenOutput("r", 0, 1, [6]))
+        server.stream.push_token("r", 0, 1, 6)
         server.is_behind = True
         for index in range(2, 9):
-            server.stream.push(TokenOutput("r", 0, index, [index + 5]))
+            server.stream.push_token("r", 0, index, index + 5)
         await settle()
         server.is_behind = False
-        server.stream.push(TokenOutput("r", 0, 9, [14]))
+        server.stream.push_token("r", 0, 9, 14)
         server.stream.push(TokenOutput("r", 0, 10, [15], "length"))
         server.stream.end("r")
         await asyncio.wait_for(task, 20)
@@ -275,14 +295,14 @@ def test_given_a_fault_on_the_way_when_a_token_comes_then_the_stream_ends_with_a
     async def main() -> None:
         server = Server(tokenizer)
         task = server.start()
-        server.stream.push(TokenOutput("r", 0, 0, [5]))
+        server.stream.push_token("r", 0, 0, 5)
         await settle()
 
         def fail(writer: BodyWriter, data: bytes) -> None:
             raise RuntimeError("a fault")
 
         monkeypatch.setattr(BodyWriter, "write", fail)
-        server.stream.push(TokenOutput("r", 0, 1, [6]))  # raises nothing here: other streams are behind it
+        server.stream.push_token("r", 0, 1, 6)  # raises nothing here: other streams are behind it
         await asyncio.wait_for(task, 20)
         server.generation.close()
         assert "error" in server.events()[-1]
@@ -294,11 +314,11 @@ def test_given_a_client_that_has_gone_when_a_token_comes_then_nothing_is_written
     async def main() -> None:
         server = Server(tokenizer)
         task = server.start()
-        server.stream.push(TokenOutput("r", 0, 0, [5]))
+        server.stream.push_token("r", 0, 0, 5)
         await settle()
         server.generation.client_gone = True
         before = server.pipe.data
-        server.stream.push(TokenOutput("r", 0, 1, [6]))
+        server.stream.push_token("r", 0, 1, 6)
         await asyncio.wait_for(task, 20)
         server.generation.close()
         assert server.pipe.data == before
@@ -319,7 +339,7 @@ def test_given_a_delta_without_text_when_written_then_no_empty_part_ends_the_bod
     async def main() -> None:
         server = Server(tokenizer)
         task = server.start()
-        server.stream.push(TokenOutput("r", 0, 0, [5]))
+        server.stream.push_token("r", 0, 0, 5)
         await settle()
         server.chunks = lambda delta: b""  # type: ignore[assignment]
         server.response._chunks = server.chunks
