@@ -11,12 +11,13 @@ from gateway.generation import Generation, PromptState
 from gateway.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from gateway.receipts import Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
-from gateway.slices import Slices, Written, write_object
+from gateway.slices import Slices, Written, to_json, write_object
 from gateway.sse import DONE, event, json_bytes, json_string
 from gateway.stream_record import StreamRecord
 from novainfer import __version__
 from novainfer.client.output import ChoiceDelta
 
+_ascii = json.JSONEncoder(separators=(",", ":")).encode  # on one line for every reader
 FINGERPRINT = f"novainfer-{__version__}"
 
 
@@ -58,7 +59,7 @@ class _Chunks:
         self._envelope = Envelope.of(record, self.kind)
         self._receipts = receipts
         self._places = list(generation.told)  # see `stream_record`
-        head = json.dumps(self._envelope.wrap([]), ensure_ascii=False, separators=(",", ":"))
+        head = to_json(self._envelope.wrap([]))
         self._head = "data: " + head.removesuffix("]}") + '{"index":'
         self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: around the text of a token
 
@@ -98,7 +99,7 @@ class _Chunks:
 
     def _chunk(self, choice: int, fields: str) -> str:
         if self._record.continuous_usage:
-            usage = ',"usage":' + json.dumps(self._generation.usage(), separators=(",", ":"))
+            usage = ',"usage":' + to_json(self._generation.usage())
         else:
             usage = ',"usage":null' if self._record.include_usage else ""
         event_id = f"id: {'-'.join(map(str, self._places))}\n" if self._record.event_ids else ""
@@ -331,4 +332,4 @@ def _finish(delta: ChoiceDelta) -> str:
 
 
 def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+    return _ascii(value)

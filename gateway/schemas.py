@@ -84,12 +84,14 @@ class GenerationRequest(_Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: Int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST), _at_most(MAX_ID_LIST)] = {}
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST), _at_most(MAX_ID_LIST)] = Field(
+        default_factory=dict
+    )
     allowed_token_ids: Items[TokenId] | None = None
-    banned_token_ids: Items[TokenId] = []
-    bad_words: Items[str] = []
-    stop: str | Items[str] = []
-    stop_token_ids: Items[TokenId] = []
+    banned_token_ids: Items[TokenId] = Field(default_factory=list)
+    bad_words: Items[str] = Field(default_factory=list)
+    stop: str | Items[str] = Field(default_factory=list)
+    stop_token_ids: Items[TokenId] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -112,13 +114,13 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
-    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS, default_factory=list)]
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     modalities: Items[str] = ["text"]
     reasoning_effort: str | None = None
     documents: Items[dict[str, Any]] | None = None
-    chat_template_kwargs: TemplateKwargs = {}
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
@@ -145,8 +147,8 @@ class TokenizeRequest(_Body):
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: TemplateKwargs = {}
-    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS, default_factory=list)]
 
 
 class DetokenizeRequest(_Body):

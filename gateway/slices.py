@@ -15,6 +15,10 @@ SLICE_SECONDS = 0.005
 PART_BYTES = 64 * 1024
 
 
+# json.dumps makes an encoder each time when it is given options.
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
 class Slices:
     """The slices of one piece of work."""
 
@@ -40,7 +44,7 @@ def write_object(fields: Mapping[str, Any]) -> Written:
         if isinstance(value, Written):
             parts += value
         else:
-            parts.append(json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
+            parts.append(to_json(value))
     parts.append("}")
     return parts
 

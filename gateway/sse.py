@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from json.encoder import encode_basestring  # the C implementation where there is one
@@ -16,7 +15,7 @@ from gateway.body import ClientGone
 from gateway.body_writer import BodyWriter
 from gateway.errors import to_api_error
 from gateway.generation import Generation
-from gateway.slices import PART_BYTES, Slices
+from gateway.slices import PART_BYTES, Slices, to_json
 from gateway.watch import Watch
 from novainfer.client.output import ChoiceDelta
 from novainfer.errors import EngineError, NovaInferError
@@ -59,7 +58,7 @@ def json_bytes(text: str) -> bytes:
 
 def event(payload: Mapping[str, object]) -> bytes:
     """One event with a JSON object."""
-    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    text = to_json(payload)
     return f"data: {text.translate(_LINE_ENDS)}\n\n".encode()
 
 

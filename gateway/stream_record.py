@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 from gateway.errors import ApiError
 from gateway.schemas import ChatRequest, CompletionRequest
+from gateway.slices import to_json
 from novainfer.errors import InvalidRequestError
 
 _ID = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})*", re.ASCII)
@@ -71,7 +72,7 @@ class PromptRecord:
         """For `AddRequest.answer`."""
         stream = {name: getattr(self.stream, name) for name in _FIELDS}  # `asdict` would copy each value, deeply
         data = {"stream": stream, "number": self.number, "count": self.count, "echo": self.echo}
-        return json.dumps(data, separators=(",", ":"))
+        return to_json(data)
 
     @classmethod
     def from_json(cls, text: str) -> PromptRecord:

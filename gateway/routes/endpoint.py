@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from gateway.context import RequestInfo, request_info
 from gateway.errors import ApiError, to_api_error
 from gateway.schemas import Body, GenerationRequest, parse
 from gateway.service import GatewayService
+from gateway.slices import to_json
 from gateway.text_jobs import DecodeJob, EncodeJob, Job, RenderJob, unpack_ids
 from novainfer.errors import DeadlineError, InvalidRequestError, NovaInferError
 
@@ -165,5 +165,4 @@ def route(service: GatewayService, method: str, path: str, handler: Handler) -> 
 
 def json_response(data: Mapping[str, Any], headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
     """An answer in JSON, non-ASCII as it is."""
-    body = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return Response(body.encode(), status, headers, media_type="application/json")
+    return Response(to_json(data).encode(), status, headers, media_type="application/json")

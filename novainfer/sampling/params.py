@@ -129,6 +129,9 @@ def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, integral: bool) -> None:
+    kind = type(value)
+    if (kind is int or (kind is float and not integral)) and low <= value <= high:  # type: ignore[operator]
+        return  # as it nearly always is
     kinds = (int,) if integral else (int, float)
     # An integer is finite, but may be beyond what `isfinite` can take.
     is_finite = not isinstance(value, float) or math.isfinite(value)
