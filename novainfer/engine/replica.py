@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -312,17 +312,14 @@ class Replica:
         step = self._engine.scheduler.step if self._engine is not None else 0
         batches: defaultdict[bytes, OutputBatch] = defaultdict(lambda: OutputBatch(self._epoch, step, []))
         owner = self._owner.get
-        if plain is not None:
-            for sequence, index, token_id in zip(plain.sequences, plain.indexes, plain.token_ids, strict=True):
-                identity = owner(sequence.request_id)
-                if identity is not None:
-                    batch = batches[identity]
-                    batch.refs.append(sequence.ref)
-                    batch.indexes.append(index)
-                    batch.token_ids.append(token_id)
-                    if index == 0:
-                        batch.begun_refs.append(sequence.ref)
-                        batch.begun_cached.append(max(sequence.request.num_cached_tokens, 0))
+        for gateway, tokens in () if plain is None else self._by_gateway(plain):
+            batch = batches[gateway]
+            batch.refs.extend([sequence.ref for sequence in tokens.sequences])
+            batch.indexes.extend(tokens.indexes)
+            batch.token_ids.extend(tokens.token_ids)
+            begun = [s for s, i in zip(tokens.sequences, tokens.indexes, strict=True) if i == 0]
+            batch.begun_refs.extend([sequence.ref for sequence in begun])
+            batch.begun_cached.extend([max(sequence.request.num_cached_tokens, 0) for sequence in begun])
         for output in outputs:
             identity = owner(output.request_id)
             if identity is not None:
@@ -338,6 +335,19 @@ class Replica:
                 identity = self._owner.pop(output.request_id, None)
                 if identity is not None:
                     self._gateways[identity].ended(output.request_id)
+
+    def _by_gateway(self, plain: PlainTokens) -> Iterator[tuple[bytes, PlainTokens]]:
+        """The tokens whose reader has a gateway, by that."""
+        owners = list(map(self._owner.get, [sequence.request_id for sequence in plain.sequences]))
+        if len(set(owners)) == 1 and owners[0] is not None:
+            yield owners[0], plain
+            return
+        found: defaultdict[bytes, PlainTokens] = defaultdict(PlainTokens)
+        tokens = zip(owners, plain.sequences, plain.indexes, plain.token_ids, strict=True)
+        for identity, sequence, index, token_id in tokens:
+            if identity is not None:
+                found[identity].add(sequence, index, token_id)
+        yield from found.items()
 
     def _refuse(self, refused: list[RequestRejected]) -> None:
         """Requests that were accepted, and will not be run after all."""

@@ -140,9 +140,9 @@ class StepAssembly:
         """Prompts on their way, oldest first, the least served tenant's before. They have their blocks already."""
         taken = set(map(id, self.batch.chunks))
         found: dict[str, list[Sequence]] = {}
-        for sequence in self._rows.running:
-            if sequence.num_tokens - sequence.num_computed_tokens > 1 and id(sequence) not in taken:
-                found.setdefault(sequence.tenant, []).append(sequence)
+        for s in self._rows.running:
+            if len(s.token_ids) + s.num_pending - s.num_computed_tokens > 1 and id(s) not in taken:
+                found.setdefault(s.tenant, []).append(s)
         for name in sorted(found, key=lambda name: (self._shares.of(name).served, found[name][0].age)):
             for sequence in found[name]:
                 room = self._chunk_room(name)

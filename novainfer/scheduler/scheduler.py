@@ -7,7 +7,6 @@ submitted before the tokens of the step before it are known; see `Sequence`.
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
 from itertools import repeat
@@ -30,6 +29,7 @@ from novainfer.protocol.step import StepPlan, StepResult
 from novainfer.scheduler.admission import check_request
 from novainfer.scheduler.assembly import StepAssembly
 from novainfer.scheduler.batch import PlainTokens, StepOutputs, StepRecord
+from novainfer.scheduler.deadlines import Deadlines
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.load import LoadMeter
@@ -40,7 +40,6 @@ from novainfer.scheduler.request import Request, Sequence, make_request
 from novainfer.scheduler.rows import Rows
 from novainfer.scheduler.totals import Totals
 
-_VOID_DEADLINES = 64  # so few are not worth the work
 _RETRY_AFTER_S = 1.0  # before anything was measured
 _NOT_FINITE = "The model's output was not finite."
 _QUARANTINED = "This request made the engine fail again and again; it was given up (quarantined)."
@@ -71,7 +70,7 @@ class Scheduler:
         self._in_flight: deque[StepRecord] = deque()
         self._isolation = Isolation()
         self._reset(info)
-        self._deadlines: list[tuple[float, int, str]] = []  # a heap of time, arrival, request id
+        self._deadlines = Deadlines()
         self._not_begun: OrderedDict[str, Request] = OrderedDict()  # in order of acceptance
         self._arrivals = 0
         self._step = 0
@@ -128,8 +127,7 @@ class Scheduler:
         self._num_live += n
         self.totals.accepted += 1
         self.totals.prompt_tokens += request.prompt_len
-        if request.deadline != float("inf"):
-            self._watch_deadline(request)
+        self._deadlines.watch(request, self.requests)
         if not any(message.emitted):
             self._not_begun[request.request_id] = request
         outputs = [output for sequence in request.sequences if (output := self._already_ended(sequence))]
@@ -156,24 +154,12 @@ class Scheduler:
         self._now = now
         self._load.tick(now, busy=bool(self._in_flight))
         outputs = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, arrival, request_id = heapq.heappop(self._deadlines)
-            request = self.requests.get(request_id)
-            if request is None or request.arrival != arrival:
-                continue
+        for request in self._deadlines.passed(now, self.requests):
             stage = "it waited in the queue" if request.request_id in self._not_begun else "its tokens were generated"
-            for sequence in request.sequences:
-                if not sequence.finished:
-                    error = f"The request's time limit passed while {stage}."
-                    outputs.append(self._end(sequence, FINISH_ERROR, error=error))
+            error = f"The request's time limit passed while {stage}."
+            live = [sequence for sequence in request.sequences if not sequence.finished]
+            outputs += [self._end(sequence, FINISH_ERROR, error=error) for sequence in live]
         return outputs
-
-    def _watch_deadline(self, request: Request) -> None:
-        """Entries of requests that have ended stay until they are due, or more than half of all."""
-        if len(self._deadlines) > 2 * len(self.requests) + _VOID_DEADLINES:
-            self._deadlines = [entry for entry in self._deadlines if entry[2] in self.requests]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (request.deadline, request.arrival, request.request_id))
 
     def give_up_waiting(self, now: float) -> list[RequestRejected]:
         """Refuse what has had no step for `queue_timeout` seconds; it is forgotten here."""
@@ -320,6 +306,7 @@ class Scheduler:
     ) -> tuple[PlainTokens, list[TokenOutput]]:
         """Append the sampled tokens of choices that have not ended meanwhile, and end those that do with theirs."""
         plain, others = PlainTokens(), []
+        add_sequence, add_index, add_token_id = plain.sequences.append, plain.indexes.append, plain.token_ids.append
         is_watching = bool(self._isolation)
         logprobs = result.logprobs or repeat(None)
         count = 0
@@ -342,9 +329,9 @@ class Scheduler:
                     self._finish(sequence, reason)
                 others.append(sequence.output(index, [token_id], reason, logprobs=None if entry is None else [entry]))
             else:
-                plain.sequences.append(sequence)
-                plain.indexes.append(index)
-                plain.token_ids.append(token_id)
+                add_sequence(sequence)
+                add_index(index)
+                add_token_id(token_id)
         self.totals.generation_tokens += count
         return plain, others
 
