@@ -87,6 +87,7 @@ class ParallelConfig:
         "measure the rest.",
         choices=("model", "null"),
     )
+    null_step_ms: float = option(0.0, "With --executor null: milliseconds that a step takes.")
     kernel_backend: str = option(
         "auto",
         "Kernels: auto = triton on a GPU, native C++ on a CPU.",

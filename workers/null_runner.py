@@ -1,10 +1,11 @@
-"""A rank that computes nothing: it answers every plan at once, with tokens that mean nothing (`--executor null`).
+"""A rank that computes nothing: it answers with tokens that mean nothing, at once or at a pace (`--executor null`).
 
 What such a server costs and how fast it is, is gateway and scheduler alone: `bench/control_plane.py`.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,22 +24,27 @@ _MODE = "cpu none null/null none tp{ranks} best-effort"
 
 @dataclass(frozen=True, slots=True)
 class NullStep:
-    """A step that is done. See `Pending`."""
+    """A step that is done at `due` (monotonic seconds). See `Pending`."""
 
     result: StepResult
+    due: float
 
     def finish(self) -> StepResult:
-        """The result."""
+        """The result, when it is due: this wait is the computing of a rank that computes nothing."""
+        if (left := self.due - time.monotonic()) > 0:
+            time.sleep(left)
         return self.result
 
 
 class NullRunner:
     """Follows the rows just as far as to know which of them sample. See `Runner`."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, *, is_first: bool) -> None:
-        """`is_first`: the rank that answers."""
+    def __init__(self, max_num_seqs: int, vocab_size: int, *, is_first: bool, step_seconds: float = 0.0) -> None:
+        """`is_first`: the rank that answers. `step_seconds`: from one step's end to the next one's."""
         self.progress = 0
         self._is_first = is_first
+        self._step_seconds = step_seconds
+        self._due = 0.0  # when the newest step is done
         self._first = min(_FIRST_TOKEN, vocab_size - 1)
         self._count = max(min(_NUM_TOKENS, vocab_size - self._first), 1)
         self._num_tokens = np.zeros(max_num_seqs, np.int64)
@@ -57,7 +63,8 @@ class NullRunner:
         self._num_tokens[sampled] += 1
         if not self._is_first:
             return None
-        return NullStep(StepResult(plan.epoch, plan.step, sampled.tolist(), token_ids.tolist()))
+        self._due = max(self._due, time.monotonic()) + self._step_seconds
+        return NullStep(StepResult(plan.epoch, plan.step, sampled.tolist(), token_ids.tolist()), self._due)
 
     def drop_rows(self) -> None:
         """See `Runner`."""
@@ -77,4 +84,5 @@ def null_runner(config: ServeConfig, place: RankPlace) -> tuple[NullRunner, Exec
         max_num_seqs=max_num_seqs,
         mode=_MODE.format(ranks=place.world_size),
     )
-    return NullRunner(max_num_seqs, text.vocab_size, is_first=place.rank == 0), info
+    seconds = config.parallel.null_step_ms / 1000
+    return NullRunner(max_num_seqs, text.vocab_size, is_first=place.rank == 0, step_seconds=seconds), info

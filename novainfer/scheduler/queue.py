@@ -25,7 +25,9 @@ class WaitingQueue:
         self._heaps: dict[str, list[_Entry]] = {}  # of tenants that wait, in the order in which they began to
         # The running number keeps two entries of one order apart: sequences themselves have no order.
         self._numbers = count()
-        self._members: dict[Sequence, int] = {}  # and the number of its entry: older entries are void
+        # The number of its entry (older ones are void), and the work that it stands for.
+        self._members: dict[Sequence, tuple[int, int]] = {}
+        self._work = 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -33,12 +35,20 @@ class WaitingQueue:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._members
 
+    @property
+    def work(self) -> int:
+        """Units of service until all that wait have ended, and the choices that wait for them; at most (`work_left`)."""
+        return self._work
+
     def push(self, sequence: Sequence) -> None:
         """Add a sequence that is not in the queue."""
         if sequence in self._members:
             raise ValueError(f"{sequence.request.request_id}[{sequence.choice}] waits already")
         number = next(self._numbers)
-        self._members[sequence] = number
+        followers = sequence.request.followers if sequence.choice == 0 else ()
+        work = sequence.work_left + sum(follower.work_left for follower in followers)
+        self._members[sequence] = (number, work)
+        self._work += work
         heapq.heappush(self._heaps.setdefault(sequence.tenant, []), (sequence.order, number, sequence))
         self._shares.of(sequence.tenant).num_waiting += 1
 
@@ -71,14 +81,16 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the middle; unknown ones are fine."""
-        if self._members.pop(sequence, None) is not None:
+        member = self._members.pop(sequence, None)
+        if member is not None:
+            self._work -= member[1]
             tenant = self._tenant(sequence)
             tenant.num_waiting -= 1
             heap = self._heaps[sequence.tenant]
             if tenant.num_waiting == 0:
                 del self._heaps[sequence.tenant]
             elif len(heap) > 2 * tenant.num_waiting + _VOID_ENTRIES:
-                heap[:] = [entry for entry in heap if self._members.get(entry[2]) == entry[1]]
+                heap[:] = [entry for entry in heap if self._is_valid(entry)]
                 heapq.heapify(heap)
 
     def _tenant(self, sequence: Sequence) -> Tenant:
@@ -87,8 +99,11 @@ class WaitingQueue:
     def _head(self, name: str) -> Sequence | None:
         heap = self._heaps[name]
         while heap:
-            _, number, sequence = heap[0]
-            if self._members.get(sequence) == number:
-                return sequence
+            if self._is_valid(heap[0]):
+                return heap[0][2]
             heapq.heappop(heap)
         return None
+
+    def _is_valid(self, entry: _Entry) -> bool:
+        member = self._members.get(entry[2])
+        return member is not None and member[0] == entry[1]

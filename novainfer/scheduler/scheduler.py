@@ -180,13 +180,7 @@ class Scheduler:
     @property
     def queue_seconds(self) -> float:
         """Estimate: in how many seconds what waits now will have started."""
-        bound = sum(
-            sequence.work_left
-            for request in self.requests.values()
-            for sequence in request.sequences
-            if not (sequence.is_running or sequence.finished)
-        )
-        seconds = self._load.seconds_for(bound)
+        seconds = self._load.seconds_for(self.waiting.work)
         return _RETRY_AFTER_S if seconds is None else seconds
 
     # -- workers go and come -----------------------------------------------------------------------------------
