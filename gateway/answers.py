@@ -52,6 +52,7 @@ class _Chunks:
     """Chunks of one stream. Subclasses say how a choice's delta is written."""
 
     kind = ""
+    _TEXT = ""  # a choice's fields with text, which is JSON, and nothing else new
 
     def __init__(self, generation: Generation, record: StreamRecord, receipts: Receipts | None = None) -> None:
         self._generation = generation
@@ -81,8 +82,7 @@ class _Chunks:
         return b"%b%b%b" % (around[0], json_bytes(text), around[1])
 
     def _fields_of(self, text: str, logprobs: str) -> str:
-        """A choice's fields with this text, which is JSON, and nothing else new."""
-        raise NotImplementedError
+        return self._TEXT % (text, logprobs)
 
     async def prepare(self, delta: ChoiceDelta) -> None:
         """Do, in slices, what takes long: to be awaited before `delta` is written."""
@@ -117,6 +117,7 @@ class ChatChunks(_Chunks):
     """`chat.completion.chunk`: the role first, then content, then the finish reason."""
 
     kind = "chat.completion.chunk"
+    _TEXT = '"delta":{"content":%s},"logprobs":%s,"finish_reason":null'
 
     def __call__(self, delta: ChoiceDelta) -> bytes:
         """All chunks of one delta; none while its text is held back."""
@@ -136,9 +137,6 @@ class ChatChunks(_Chunks):
             chunks.append(self._chunk(delta.choice, f'"delta":{{}},"logprobs":null,{_finish(delta)}'))
         return "".join(chunks).encode()
 
-    def _fields_of(self, text: str, logprobs: str) -> str:
-        return f'"delta":{{"content":{text}}},"logprobs":{logprobs},"finish_reason":null'
-
     def _logprobs_of(self, delta: ChoiceDelta) -> str:
         return _described(delta, ChatLogprobs(ascii_only=True)) if self._record.logprobs else "null"
 
@@ -147,6 +145,7 @@ class CompletionChunks(_Chunks):
     """`text_completion` chunks: the echoed prompt first, where asked for."""
 
     kind = "text_completion"
+    _TEXT = '"text":%s,"logprobs":%s,"finish_reason":null,"stop_reason":null'
 
     def __init__(self, generation: Generation, record: StreamRecord, receipts: Receipts | None = None) -> None:
         super().__init__(generation, record, receipts)
@@ -178,12 +177,9 @@ class CompletionChunks(_Chunks):
             chunks.append(self._chunk(delta.choice, fields + (f',"token_ids":{delta.token_ids}' if ids else "")))
         return "".join(chunks).encode()
 
-    def _fields_of(self, text: str, logprobs: str) -> str:
-        return f'"text":{text},"logprobs":{logprobs},"finish_reason":null,"stop_reason":null'
-
     def _first(self, choice: int, prompt: PromptState) -> str:
         logprobs = self._echoes.get(prompt.request_id, "null")
-        fields = f'"text":{json_string(prompt.echo)},"logprobs":{logprobs},"finish_reason":null,"stop_reason":null'
+        fields = self._fields_of(json_string(prompt.echo), logprobs)
         if self._record.token_ids:
             fields += f',"prompt_token_ids":{prompt.token_ids}'
         return self._chunk(choice, fields)

@@ -37,7 +37,7 @@ class WaitingQueue:
 
     @property
     def work(self) -> int:
-        """Units of service until all that wait have ended, and the choices that wait for them; at most (`work_left`)."""
+        """Units of service until all that wait, and the choices that wait for them, have ended; at most."""
         return self._work
 
     def push(self, sequence: Sequence) -> None:
