@@ -53,6 +53,11 @@ TemplateKwargs = Annotated[
 ]
 
 
+def _empty(kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
+    """Nothing by default. A literal would be checked and copied for each request."""
+    return Field(default_factory=kind, json_schema_extra={"default": kind()})
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
@@ -84,14 +89,12 @@ class GenerationRequest(_Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: Int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST), _at_most(MAX_ID_LIST)] = Field(
-        default_factory=dict
-    )
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST), _at_most(MAX_ID_LIST)] = _empty(dict)
     allowed_token_ids: Items[TokenId] | None = None
-    banned_token_ids: Items[TokenId] = Field(default_factory=list)
-    bad_words: Items[str] = Field(default_factory=list)
-    stop: str | Items[str] = Field(default_factory=list)
-    stop_token_ids: Items[TokenId] = Field(default_factory=list)
+    banned_token_ids: Items[TokenId] = _empty(list)
+    bad_words: Items[str] = _empty(list)
+    stop: str | Items[str] = _empty(list)
+    stop_token_ids: Items[TokenId] = _empty(list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -114,13 +117,13 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
-    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS, default_factory=list)]
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = _empty(list)
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     modalities: Items[str] = ["text"]
     reasoning_effort: str | None = None
     documents: Items[dict[str, Any]] | None = None
-    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    chat_template_kwargs: TemplateKwargs = _empty(dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
@@ -147,8 +150,8 @@ class TokenizeRequest(_Body):
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
-    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS, default_factory=list)]
+    chat_template_kwargs: TemplateKwargs = _empty(dict)
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = _empty(list)
 
 
 class DetokenizeRequest(_Body):

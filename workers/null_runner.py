@@ -5,6 +5,7 @@ What such a server costs and how fast it is, is gateway and scheduler alone: `be
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from workers.checkpoint import find_checkpoint
 from workers.kv_cache import resolve_max_model_len
 from workers.launch import RankPlace
 from workers.models.loader import load_hf_config
+
+_log = logging.getLogger(__name__)
 
 _FIRST_TOKEN, _NUM_TOKENS = 32, 64  # of a vocabulary: low ids are special in none that we know by their place alone
 _MODE = "cpu none null/null none tp{ranks} best-effort"
@@ -72,6 +75,7 @@ class NullRunner:
 
 def null_runner(config: ServeConfig, place: RankPlace) -> tuple[NullRunner, ExecutorInfo]:
     """For the model's shape, which is all that is read of it. There are as many KV blocks as can be used."""
+    _log.warning("--executor null: nothing is computed, and no answer of this server means anything")
     text = load_hf_config(find_checkpoint(config.model.model, config.model.revision)).get_text_config()
     max_model_len = resolve_max_model_len(config, text.max_position_embeddings)
     block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs

@@ -263,10 +263,15 @@ class GatewaySession:
             return  # from an engine that was replaced
         for item in batch.prompt_logprobs:
             self._take(item, batch.epoch)
+        if not batch.has_even_columns:
+            raise ProtocolError("a batch's columns are of different lengths")
         for ref, cached in zip(batch.begun_refs, batch.begun_cached, strict=False):
             if (live := self._journal.choices.get(ref)) is not None and live.entry.num_cached_tokens < 0:
                 live.entry.num_cached_tokens = cached
-        self._handle_tokens(batch)
+        if len(set(batch.refs)) == len(batch.refs):
+            self._handle_tokens(batch)
+        else:
+            self._handle_runs(batch)
         for output in batch.outputs:
             self._take(output, batch.epoch)
 
@@ -285,6 +290,23 @@ class GatewaySession:
             else:
                 cached = max(entry.num_cached_tokens, 0)
                 self._take(TokenOutput(request_id, live.choice, index, [token_id], num_cached_tokens=cached), epoch)
+
+    def _handle_runs(self, batch: OutputBatch) -> None:
+        """Plain tokens of several steps, held back while we were behind: one output for each choice."""
+        runs: dict[int, list[tuple[int, list[int]]]] = {}  # by reference: first index, token ids
+        for ref, index, token_id in zip(batch.refs, batch.indexes, batch.token_ids, strict=True):
+            of_choice = runs.setdefault(ref, [])
+            if not of_choice or of_choice[-1][0] + len(of_choice[-1][1]) != index:
+                of_choice.append((index, []))
+            of_choice[-1][1].append(token_id)
+        for ref, of_choice in runs.items():
+            for index, token_ids in of_choice:
+                live = self._journal.choices.get(ref)
+                if live is not None:
+                    cached = max(live.entry.num_cached_tokens, 0)
+                    request_id = live.entry.request.request_id
+                    output = TokenOutput(request_id, live.choice, index, token_ids, num_cached_tokens=cached)
+                    self._take(output, batch.epoch)
 
     def _take(self, output: StreamItem, epoch: int) -> None:
         entry = self._journal.get(output.request_id)

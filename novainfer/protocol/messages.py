@@ -176,6 +176,12 @@ class OutputBatch:
     begun_refs: list[int] = field(default_factory=list)
     begun_cached: list[int] = field(default_factory=list)
 
+    @property
+    def has_even_columns(self) -> bool:
+        """Whether those that belong together are of one length."""
+        num = len(self.refs)
+        return num == len(self.indexes) == len(self.token_ids) and len(self.begun_refs) == len(self.begun_cached)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestRejected:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import count
 
 from novainfer.scheduler.fairness import FairShares, Tenant
@@ -27,6 +27,7 @@ class WaitingQueue:
         self._numbers = count()
         # The number of its entry (older ones are void), and the work that it stands for.
         self._members: dict[Sequence, tuple[int, int]] = {}
+        self._followers: dict[Sequence, int] = {}  # held back, and the work that they stand for
         self._work = 0
 
     def __len__(self) -> int:
@@ -37,18 +38,23 @@ class WaitingQueue:
 
     @property
     def work(self) -> int:
-        """Units of service until all that wait, and the choices that wait for them, have ended; at most."""
+        """Units of service until all that wait, and those that are held back, have ended; at most."""
         return self._work
+
+    def hold_back(self, followers: Iterable[Sequence]) -> None:
+        """These will be pushed, or removed, later: their work counts already."""
+        for sequence in followers:
+            self._followers[sequence] = sequence.work_left
+            self._work += sequence.work_left
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence that is not in the queue."""
         if sequence in self._members:
             raise ValueError(f"{sequence.request.request_id}[{sequence.choice}] waits already")
         number = next(self._numbers)
-        followers = sequence.request.followers if sequence.choice == 0 else ()
-        work = sequence.work_left + sum(follower.work_left for follower in followers)
+        work = sequence.work_left
         self._members[sequence] = (number, work)
-        self._work += work
+        self._work += work - self._followers.pop(sequence, 0)
         heapq.heappush(self._heaps.setdefault(sequence.tenant, []), (sequence.order, number, sequence))
         self._shares.of(sequence.tenant).num_waiting += 1
 
@@ -81,6 +87,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the middle; unknown ones are fine."""
+        self._work -= self._followers.pop(sequence, 0)
         member = self._members.pop(sequence, None)
         if member is not None:
             self._work -= member[1]

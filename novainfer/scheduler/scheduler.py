@@ -133,6 +133,7 @@ class Scheduler:
         outputs = [output for sequence in request.sequences if (output := self._already_ended(sequence))]
         leader = request.sequences[0]
         request.followers = [s for s in request.sequences[1:] if not s.finished]
+        self.waiting.hold_back(request.followers)
         if leader.finished:
             self._release_followers(request)
         else:
@@ -263,6 +264,8 @@ class Scheduler:
         record = self._in_flight.popleft()
         if (result.step, result.rows, len(result.token_ids)) != (record.step, record.sampled_rows, len(record.sampled)):
             raise EngineError(f"the result of step {result.step} does not answer the plan of step {record.step}")
+        if len(result.logprobs) not in (0, len(record.sampled)):
+            raise EngineError(f"the result of step {result.step} has {len(result.logprobs)} log-probabilities")
         self._load.done(record.num_tokens + len(record.sampled))
         self._measure(record)
         bad = [s for s, row in zip(record.sequences, record.rows, strict=True) if row in result.bad_rows]

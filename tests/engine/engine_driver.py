@@ -70,7 +70,10 @@ class Driver:
         assert all(pool.references(b) == owners[b] for b in range(pool.num_blocks))
         assert pool.num_free == sum(1 for b in range(pool.num_blocks) if owners[b] == 0)
         assert [s.age for s in scheduler.running] == sorted(s.age for s in scheduler.running)
-        assert scheduler._num_live == sum(not s.finished for r in scheduler.requests.values() for s in r.sequences)
+        live = [s for r in scheduler.requests.values() for s in r.sequences if not s.finished]
+        assert scheduler._num_live == len(live)
+        if not scheduler.totals.preemptions:  # a preempted sequence may get tokens while it waits
+            assert scheduler.waiting.work == sum(s.work_left for s in live if not s.is_running)
 
 
 def make_message(request_id: str, prompt: list[int], **options: object) -> AddRequest:

@@ -421,6 +421,15 @@ def test_given_a_result_of_another_step_when_applied_then_it_is_an_engine_error(
         driver.engine.scheduler.update(StepResult(1, 99, [0], [1]))
 
 
+def test_given_a_result_with_too_few_logprobs_when_applied_then_it_is_an_engine_error() -> None:
+    driver = Driver(OracleExecutor())
+    for name in ("a", "b"):
+        driver.add(name, prompt_of(3), logprobs=1)
+    driver.engine.submit()
+    with pytest.raises(EngineError, match="has 1 log-prob"):
+        driver.engine.scheduler.update(StepResult(1, 1, [0, 1], [5, 5], logprobs=[Logprobs(5, -1.0, 1)]))
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([1, 2]), caching=st.booleans())
 def test_given_random_traffic_when_memory_is_scarce_then_every_stream_is_exact_and_nothing_leaks(

@@ -193,6 +193,9 @@ class Stream:
     def push(self, item: StreamItem) -> None:
         self.items.append(item)
 
+    def push_token(self, request_id: str, choice: int, index: int, token_id: int) -> None:
+        self.items.append(TokenOutput(request_id, choice, index, [token_id]))
+
     def end(self, request_id: str, error: Exception | None = None) -> None:
         self.ends.append(error)
 
@@ -337,6 +340,35 @@ def test_given_a_stream_with_a_hole_when_it_comes_then_that_request_ends_and_no_
     assert [type(error) for error in gateway.stream.ends] == [EngineError]
     assert [packet.message for packet in gateway.sent()] == [CancelRequest("r")]
     assert gateway.session.num_live == 1
+
+
+def test_given_tokens_of_many_steps_that_were_held_when_they_come_then_each_choice_gets_its_own_at_once() -> None:
+    sent, gateway = Sent(window=1), Gateway()
+    gateway.ready()
+    gateway.submit(message(n=2))
+    (first,) = (packet.message.ref for packet in gateway.sent())  # type: ignore[attr-defined]
+    sent.link.say(READY)
+    for index in range(3):
+        sent.link.say(OutputBatch(1, index, [], [], [first, first + 1], [index] * 2, [index, 10 + index]))
+    sent.link.say(batch(3, 8, end=FINISH_LENGTH))
+    sent.messages()
+    sent.link.acknowledge(1)
+    (joined,) = sent.messages()
+    gateway.hear(joined)
+    assert [(item.choice, item.index, item.token_ids) for item in gateway.stream.items] == [  # type: ignore[union-attr]
+        (0, 0, [0, 1, 2]),
+        (1, 0, [10, 11, 12]),
+        (0, 3, [8]),
+    ]
+
+
+def test_given_columns_of_different_lengths_when_they_come_then_it_is_a_protocol_error() -> None:
+    gateway = Gateway()
+    gateway.ready()
+    gateway.submit(message())
+    with pytest.raises(ProtocolError):
+        gateway.hear(OutputBatch(1, 0, [], [], [0, 1], [0], [4]))
+    assert gateway.stream.items == []
 
 
 def test_given_silence_when_it_lasts_too_long_then_live_requests_end_with_an_error() -> None:

@@ -89,6 +89,7 @@ class Queue(RuleBasedStateMachine):
             return
         assert len(self.queue) == len(self.cost)
         assert all(sequence in self.queue for sequence in self.cost)
+        assert self.queue.work == sum(sequence.work_left for sequence in self.cost)
         for name in TENANTS:
             tenant = self.shares.of(name)
             mine = sum(sequence.tenant == name for sequence in self.cost)
@@ -111,6 +112,21 @@ def test_given_a_sequence_that_waits_when_pushed_again_then_it_is_refused() -> N
     assert queue.pop() is sequence
     with pytest.raises(IndexError):
         queue.pop()
+
+
+def test_given_choices_that_are_held_back_when_they_come_or_end_then_their_work_counts_once() -> None:
+    queue = WaitingQueue(FairShares({}))
+    leader, second, third = make_request(make_message("r", [1, 2], n=3), 0, 0.0).sequences
+    queue.hold_back([second, third])
+    queue.push(leader)
+    assert queue.work == leader.work_left + second.work_left + third.work_left
+    queue.take(leader)
+    queue.remove(third)
+    assert queue.work == second.work_left
+    queue.push(second)
+    assert queue.work == second.work_left
+    queue.remove(second)
+    assert queue.work == 0
 
 
 def test_given_a_sequence_removed_and_pushed_again_when_popped_then_once() -> None:
