@@ -1,5 +1,5 @@
 # One command each, from a fresh clone with Python 3.11 or newer: `make serve`, `make test`, `make check`,
-# `make sim SEEDS=n`, `make bench`.
+# `make sim SEEDS=n`, `make peers`, `make bench`.
 # Packages come from whatever index pip is configured for.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -21,8 +21,10 @@ N          ?= 50
 CASES      ?= 2000
 SEED       ?= 0
 SEEDS      ?= 2000
+PEERS      ?=
+BENCH_ARGS ?=
 
-.PHONY: setup serve test check chaos chaos-net soak cancels sigterm fuzz sim bench clean
+.PHONY: setup serve test check chaos chaos-net soak cancels sigterm fuzz sim peers bench bench-demo clean
 
 setup: $(STAMP)
 
@@ -76,7 +78,15 @@ sigterm: setup
 sim: setup
 	$(BIN)/novainfer sim $(SEED) --seeds $(SEEDS)
 
+# Other LLM servers, each in a folder of its own outside of ours: PEERS="vllm openvino" for some, else all.
+peers: setup
+	$(BIN)/python -m bench.peers install $(PEERS)
+
+# Us and the peers that are installed in turns, at least three rounds (bench/README.md).
 bench: setup
+	$(BIN)/python -m bench.compare $(BENCH_ARGS)
+
+bench-demo: setup
 	$(BIN)/python -m bench.startup
 	$(BIN)/python -m bench.offline
 	$(BIN)/python -m bench.serving --start-server

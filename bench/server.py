@@ -20,6 +20,7 @@ class Started:
 
     base_url: str
     seconds: float
+    pid: int
 
 
 @contextlib.contextmanager
@@ -33,7 +34,7 @@ def started_server(model: str, *flags: str) -> Iterator[Started]:
         for line in process.stdout:
             match = _READY.search(line)
             if match:
-                yield Started(match.group(1), time.perf_counter() - began)
+                yield Started(match.group(1), time.perf_counter() - began, process.pid)
                 break
         else:
             raise SystemExit("the server did not get ready")
