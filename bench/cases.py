@@ -38,7 +38,7 @@ class Figure:
     @property
     def key(self) -> str:
         """In the JSON."""
-        return f"{self.name} {self.unit}".replace(" ", "_").replace("/", "_per_")
+        return f"{self.name} {self.unit}".replace(",", "").replace(" ", "_").replace("/", "_per_")
 
 
 @dataclass(frozen=True, slots=True)
