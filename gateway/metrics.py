@@ -110,6 +110,10 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens_total)
         yield self._counter("prefix_cache_hits", "Prompt tokens found cached.", stats.cached_prompt_tokens_total)
         yield self._counter("num_preemptions", "Sequences preempted.", stats.preemptions_total)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens guessed by prompt lookup.", stats.drafted_total)
+        yield self._counter(
+            "spec_decode_num_accepted_tokens", "Those of them that came true.", stats.drafts_accepted_total
+        )
         yield self._counter("requests_accepted", "Requests (of one or more choices) accepted.", stats.accepted_total)
         finished = CounterMetricFamily(
             "novainfer_choices_finished",

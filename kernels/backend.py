@@ -13,8 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
 
 BACKEND_NAMES = ("cpu", "triton", "reference")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -157,6 +161,16 @@ class KernelBackend(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """weight [N, K], bias [N] or None -> a callable; the caller may release the weight afterwards."""
+        ...
+
+    def find_drafts(
+        self, token_ids: npt.NDArray[np.int32], rows: IntArray, num_tokens: IntArray, most: IntArray
+    ) -> IntArray:
+        """Guess up to most[i] tokens of row rows[i], and write them behind its num_tokens[i] tokens in token_ids.
+
+        token_ids [max_rows, max_len] with a contiguous last dimension and room for them; returns how many were written,
+        [len(rows)]. `kernels.prompt_lookup` states which.
+        """
         ...
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.act_mul import cpu as act_mul_cpu
 from kernels.act_mul import reference as act_mul_reference
-from kernels.backend import AttentionMetadata, AttentionParams, SamplingTensors
+from kernels.backend import AttentionMetadata, AttentionParams, IntArray, SamplingTensors
 from kernels.kv_store import cpu as kv_cpu
 from kernels.kv_store import reference as kv_reference
 from kernels.linear.cpu import PackedLinear
@@ -19,6 +21,8 @@ from kernels.native.build import NativeBuildError
 from kernels.native.library import DTYPES, NativeLibrary, load_library
 from kernels.paged_attention import cpu as attention_cpu
 from kernels.paged_attention import reference as attention_reference
+from kernels.prompt_lookup import cpu as lookup_cpu
+from kernels.prompt_lookup import reference as lookup_reference
 from kernels.rms_norm import cpu as norm_cpu
 from kernels.rms_norm import reference as norm_reference
 from kernels.rotary import cpu as rotary_cpu
@@ -146,6 +150,14 @@ class CpuBackend:
         if self._library is None or weight.dtype not in DTYPES:
             return TorchLinear(weight, bias)
         return PackedLinear(self._library, weight, bias)
+
+    def find_drafts(
+        self, token_ids: npt.NDArray[np.int32], rows: IntArray, num_tokens: IntArray, most: IntArray
+    ) -> IntArray:
+        """Prompt lookup."""
+        if self._library is None:
+            return lookup_reference.find_drafts(token_ids, rows, num_tokens, most)
+        return lookup_cpu.find_drafts(self._library, token_ids, rows, num_tokens, most)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """One token id per row."""

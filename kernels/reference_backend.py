@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.act_mul.reference import act_mul
-from kernels.backend import AttentionMetadata, AttentionParams, Linear, SamplingTensors
+from kernels.backend import AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
 from kernels.checks import check_linear, check_shape
 from kernels.kv_store.reference import store_kv
 from kernels.memory import lazy_zeros
 from kernels.paged_attention.reference import paged_attention
+from kernels.prompt_lookup.reference import find_drafts
 from kernels.rms_norm.reference import add_rms_norm, rms_norm
 from kernels.rotary.reference import rotary
 from kernels.sampling.reference import sample
@@ -104,6 +107,12 @@ class ReferenceBackend:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Keeps the weight as it is."""
         return ReferenceLinear(weight, bias)
+
+    def find_drafts(
+        self, token_ids: npt.NDArray[np.int32], rows: IntArray, num_tokens: IntArray, most: IntArray
+    ) -> IntArray:
+        """Prompt lookup."""
+        return find_drafts(token_ids, rows, num_tokens, most)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """One token id per row."""

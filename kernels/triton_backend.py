@@ -6,16 +6,19 @@ contiguous. Every method checks its arguments by shape and stride alone and laun
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import checks
 from kernels.act_mul.triton import act_mul
-from kernels.backend import AttentionMetadata, AttentionParams, Linear, SamplingTensors
+from kernels.backend import AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
 from kernels.kv_store.triton import store_kv
 from kernels.paged_attention.triton_decode import decode_attention
 from kernels.paged_attention.triton_prefill import prefill_attention
+from kernels.prompt_lookup.reference import find_drafts
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rotary.triton import rotary
 from kernels.sampling.triton import sample
@@ -150,6 +153,12 @@ class TritonBackend:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Keeps the weight as it is."""
         return TorchLinear(weight, bias)
+
+    def find_drafts(
+        self, token_ids: npt.NDArray[np.int32], rows: IntArray, num_tokens: IntArray, most: IntArray
+    ) -> IntArray:
+        """Prompt lookup, on the host."""
+        return find_drafts(token_ids, rows, num_tokens, most)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """One token id per row."""

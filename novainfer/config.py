@@ -72,6 +72,12 @@ class SchedulerConfig:
     queue_timeout: float = option(
         600.0, "Seconds that a request may wait without a first step (0 = no limit); then it gets 503."
     )
+    speculation: str = option(
+        "none",
+        "prompt-lookup = guess tokens where a text repeats itself, and compute several in one step (the same tokens, "
+        "sooner; on CPUs).",
+        choices=("none", "prompt-lookup"),
+    )
     steps_in_flight: int = option(2, "Steps submitted before the first one's tokens are known.")
 
 

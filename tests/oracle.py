@@ -22,6 +22,7 @@ class OracleExecutor(OracleRows):
         vocab_size: int = 50,
         max_model_len: int = 256,
         max_num_seqs: int = 8,
+        can_draft: bool = False,
     ) -> None:
         info = ExecutorInfo(
             epoch=1,
@@ -30,6 +31,7 @@ class OracleExecutor(OracleRows):
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            can_draft=can_draft,
         )
         super().__init__(info)
         self.plans: list[StepPlan] = []

@@ -1,6 +1,7 @@
 """Everything the model and the sampler need for one step, complete when built from (states, plan).
 
-Letters: T tokens of the step, N rows of the plan, S rows that sample.
+Letters: T tokens of the step, drafts included; N rows of the plan; S places to sample at, one of each row that samples
+and one more for each of its drafts.
 """
 
 from __future__ import annotations
@@ -32,21 +33,30 @@ class PromptSpan:
 class InputBatch:
     """One step's inputs. `rows`, `num_new_tokens` and `sample_rows` stay on the host; tensors are on the device."""
 
-    rows: IntArray  # [N], decodes first
-    num_new_tokens: IntArray  # [N]
+    rows: IntArray  # [N], those with one token first, drafts included
+    num_new_tokens: IntArray  # [N], drafts aside
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     forward: ForwardBatch  # query_start_loc [N + 1], seq_lens [N], block_table [N, max_blocks], slot_mapping [T]
-    sample_rows: IntArray  # [S], in the plan's order
-    sample_row_index: Tensor  # [S] int64: sample_rows
+    sample_rows: IntArray  # [S], in the plan's order, the places of one row next to each other
+    sample_ahead: IntArray | None  # [S]: how many of its row's drafts stand before the place; None: there are no drafts
     sample_hidden: Tensor  # [S] int64: indices in T of the hidden states that the sampled tokens follow
     prompt_spans: list[PromptSpan]
 
     @classmethod
-    def build(cls, states: RequestStates, plan: StepPlan) -> InputBatch:
-        """Read the rows that `plan` runs (at least one); `states.apply(plan)` has been called, nothing is written."""
+    def build(cls, states: RequestStates, plan: StepPlan, num_drafts: IntArray | None = None) -> InputBatch:
+        """Read the rows that `plan` runs (at least one); `states.apply(plan)` has been called, nothing is written.
+
+        num_drafts [N]: how many drafts stand behind the known tokens of each row; None: nowhere any.
+        """
         device, block_size = states.device, states.limits.block_size
-        rows, counts = np.array(plan.rows, np.int64), np.array(plan.num_new_tokens, np.int64)
+        rows, num_new = np.array(plan.rows, np.int64), np.array(plan.num_new_tokens, np.int64)
+        place, counts = np.arange(len(rows)), num_new  # of each row of the plan in the batch
+        if num_drafts is not None:
+            counts = num_new + num_drafts
+            order = np.argsort(counts > 1, kind="stable")
+            place[order] = np.arange(len(rows))
+            rows, num_new, counts = rows[order], num_new[order], counts[order]
         computed = states.num_computed_tokens[rows]
         seq_lens = computed + counts
         query_start_loc = np.zeros(len(rows) + 1, np.int64)
@@ -60,11 +70,17 @@ class InputBatch:
         blocks = states.block_table[token_rows, positions // block_size]
         max_blocks = -(-int(seq_lens.max()) // block_size)
 
-        samples = seq_lens == states.num_tokens[rows]
-        sample_rows = rows[samples]
+        samples = (computed + num_new == states.num_tokens[rows])[place]
+        sampling = place[samples]
+        hidden = query_start_loc[sampling] + num_new[sampling] - 1
+        ahead = None
+        if num_drafts is not None:
+            num_places = num_drafts[samples] + 1
+            ahead = np.arange(num_places.sum()) - np.repeat(np.cumsum(num_places) - num_places, num_places)
+            sampling, hidden = np.repeat(sampling, num_places), np.repeat(hidden, num_places) + ahead
         return cls(
             rows=rows,
-            num_new_tokens=counts,
+            num_new_tokens=num_new,
             input_ids=states.token_ids[token_rows, positions].long(),
             positions=positions,
             forward=ForwardBatch(
@@ -78,9 +94,9 @@ class InputBatch:
                 ),
                 slot_mapping=blocks.long() * block_size + positions % block_size,
             ),
-            sample_rows=sample_rows,
-            sample_row_index=to_device(sample_rows, device),
-            sample_hidden=to_device(query_start_loc[1:][samples] - 1, device),
+            sample_rows=rows[sampling],
+            sample_ahead=ahead,
+            sample_hidden=to_device(hidden, device),
             prompt_spans=_prompt_spans(states, rows, seq_lens, query_start_loc),
         )
 

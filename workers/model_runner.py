@@ -6,19 +6,22 @@ step may be launched before the last one has finished: it reads the sampled toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.backend import KernelBackend
 from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import RowPromptLogprobs, StepPlan, StepResult
+from workers.drafts import NOT_FINITE, true_places
 from workers.input_batch import InputBatch, PromptSpan
 from workers.kv_cache import KVCache
 from workers.logprobs import LogprobTensors, concatenate, gather_logprobs, rows_per_slice
 from workers.models.base import CausalLM
 from workers.request_states import RequestStates
+from workers.row_sampling import IntArray
 from workers.sampler import Sampled, Sampler
 from workers.tensor_parallel import TensorParallel
 
@@ -40,6 +43,7 @@ class PendingStep:
     sampled: Sampled | None  # None: no row sampled
     prompts: list[PromptResult]
     done: torch.cuda.Event | None  # None: the host computed everything itself
+    num_drafted: list[int] = field(default_factory=list)  # see `StepResult`
 
     def finish(self) -> StepResult:
         """Wait for the device and make the result."""
@@ -57,6 +61,7 @@ class PendingStep:
             logprobs=[] if sampled is None else _token_logprobs(sampled, bad),
             prompt_logprobs=[_prompt_record(prompt) for prompt in self.prompts if prompt.span.row not in bad],
             bad_rows=sorted(bad),
+            num_drafted=self.num_drafted,
         )
 
 
@@ -70,6 +75,7 @@ class ModelRunner:
         self.cache = cache
         self._model = model
         self._tp = tp
+        self._kernels = kernels
         self._sampler = Sampler(kernels)
 
     @property
@@ -93,13 +99,27 @@ class ModelRunner:
         self.cache.copy_blocks(plan.copy_src, plan.copy_dst)
         sampled: Sampled | None = None
         prompts: list[PromptResult] = []
+        num_drafts = self._find_drafts(plan) if plan.num_drafts else None
         if plan.rows:
-            batch = InputBatch.build(self.states, plan)
+            batch = InputBatch.build(self.states, plan, num_drafts)
             hidden = self._model.forward(batch.input_ids, batch.positions, batch.forward, self.cache.layers)
             prompts = [prompt for span in batch.prompt_spans if (prompt := self._prompt_logprobs(hidden, span))]
-            sampled = self._sample(hidden, batch)
             self.states.advance(batch.rows, batch.num_new_tokens)
-        return self._pending(plan, sampled, prompts) if self._tp.rank == 0 else None
+            sampled = self._sample(hidden, batch)
+        if self._tp.rank != 0:
+            return None
+        drafted = [] if num_drafts is None else num_drafts[: len(plan.num_drafts)].tolist()
+        return self._pending(plan, sampled, prompts, drafted)
+
+    def _find_drafts(self, plan: StepPlan) -> IntArray | None:
+        """How many drafts each row of the plan has; they stand behind its tokens. None: nowhere any."""
+        most = np.array(plan.num_drafts, np.int64)
+        rows = np.array(plan.rows[: len(most)], np.int64)
+        found = np.zeros(len(plan.rows), np.int64)
+        found[: len(most)] = self._kernels.find_drafts(
+            self.states.token_ids.numpy(), rows, self.states.num_tokens[rows], most
+        )
+        return found if found.any() else None
 
     def _sample(self, hidden: Tensor, batch: InputBatch) -> Sampled | None:
         """Sample on rank 0 and append the tokens to the rows of all ranks."""
@@ -109,11 +129,26 @@ class ModelRunner:
         sampled: Sampled | None = None
         token_ids = torch.empty(len(batch.sample_rows), dtype=torch.int64, device=logits.device)
         if self._tp.rank == 0:
-            sampled = self._sampler.sample(logits, batch.sample_rows, self.states)
+            sampled = self._sampler.sample(logits, batch.sample_rows, self.states, batch.sample_ahead)
             token_ids = sampled.token_ids
+        if batch.sample_ahead is not None:
+            return self._sample_with_drafts(sampled, token_ids, batch.sample_rows, batch.sample_ahead)
         token_ids = self._tp.broadcast(token_ids)
-        self.states.append(batch.sample_rows, batch.sample_row_index, token_ids)
+        self.states.append(batch.sample_rows, token_ids)
         return sampled
+
+    def _sample_with_drafts(
+        self, sampled: Sampled | None, token_ids: Tensor, rows: IntArray, ahead: IntArray
+    ) -> Sampled | None:
+        """Append the tokens up to the first that its draft, or a sound row, would not have had."""
+        if sampled is not None:
+            token_ids = token_ids.masked_fill(sampled.is_bad, NOT_FINITE)
+        tokens = self._tp.broadcast(token_ids).numpy()
+        kept = true_places(tokens, rows, ahead, self.states)
+        followers = rows[kept & (ahead > 0)]
+        self.states.append(rows[kept], torch.from_numpy(np.maximum(tokens[kept], 0)), ahead[kept])
+        np.add.at(self.states.num_computed_tokens, followers, 1)
+        return None if sampled is None else sampled.only(kept)
 
     def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan) -> PromptResult | None:
         """Log-probabilities of a chunk's prompt tokens on rank 0; the other ranks take part in the logits alone."""
@@ -132,10 +167,12 @@ class ModelRunner:
             return None
         return PromptResult(span, concatenate(parts), ~torch.isfinite(torch.stack(maxima)).all())
 
-    def _pending(self, plan: StepPlan, sampled: Sampled | None, prompts: list[PromptResult]) -> PendingStep:
+    def _pending(
+        self, plan: StepPlan, sampled: Sampled | None, prompts: list[PromptResult], num_drafted: list[int]
+    ) -> PendingStep:
         """Start the copies to the host."""
         if self.states.device.type == "cpu":
-            return PendingStep(plan, sampled, prompts, None)
+            return PendingStep(plan, sampled, prompts, None, num_drafted)
         if sampled is not None:
             sampled = replace(
                 sampled,

@@ -69,19 +69,26 @@ class RequestStates:
         """Free every row: its owner is gone."""
         self.in_use[:] = False
 
-    def append(self, rows: IntArray, row_index: Tensor, token_ids: Tensor) -> None:
-        """Add the sampled token_ids [B] int64 (device) to `rows` [B]; row_index is `rows` on the device, int64."""
-        positions = to_device(self.num_tokens[rows], self.device)
-        self.token_ids[row_index, positions] = token_ids.int()
-        self.num_tokens[rows] += 1
+    def append(self, rows: IntArray, token_ids: Tensor, ahead: IntArray | None = None) -> None:
+        """Add the sampled token_ids [B] int64 (device) to `rows` [B].
+
+        ahead [B]: how many tokens of the same row stand before each of these; None: no row has two.
+        """
+        positions = self.num_tokens[rows] if ahead is None else self.num_tokens[rows] + ahead
+        self.token_ids[to_device(rows, self.device), to_device(positions, self.device)] = token_ids.int()
+        self.num_tokens[rows] = positions + 1
 
     def advance(self, rows: IntArray, num_new_tokens: IntArray) -> None:
         """The KV of the next num_new_tokens[i] tokens of rows[i] has been computed."""
         self.num_computed_tokens[rows] += num_new_tokens
 
-    def output_len(self, rows: IntArray) -> IntArray:
-        """Number of output tokens of `rows`, which is the output index of the token they sample next."""
-        return self.num_tokens[rows] - self.prompt_len[rows]
+    def output_len(self, rows: IntArray, ahead: IntArray | None = None) -> IntArray:
+        """Number of output tokens of `rows` [B], which is the output index of the token they sample next.
+
+        ahead [B]: how many drafts are taken for output tokens too.
+        """
+        known = self.num_tokens[rows] - self.prompt_len[rows]
+        return known if ahead is None else known + ahead
 
     def _take(self, new: NewRow) -> None:
         row, count = new.row, len(new.token_ids)
@@ -137,14 +144,21 @@ class RequestStates:
             return
         if rows.min() < 0 or rows.max() >= self.limits.max_num_seqs or not self.in_use[rows].all():
             raise EngineError("plan runs a row that is not in use")
-        if counts.min() < 1 or counts.sum() > self.limits.max_num_batched_tokens:
-            raise EngineError(f"plan computes {counts.sum()} tokens, at most {self.limits.max_num_batched_tokens} fit")
+        drafts = np.zeros_like(counts)
+        drafts[: len(plan.num_drafts)] = plan.num_drafts[: len(counts)]
+        total = counts.sum() + drafts.sum()
+        if counts.min() < 1 or drafts.min() < 0 or total > self.limits.max_num_batched_tokens:
+            raise EngineError(f"plan computes {total} tokens, at most {self.limits.max_num_batched_tokens} fit")
         if (np.diff((counts == 1).astype(np.int8)) > 0).any():
             raise EngineError("plan does not name its decodes first")
-        ends = self.num_computed_tokens[rows] + counts
-        if (ends > self.num_tokens[rows]).any():
+        ends, num_tokens = self.num_computed_tokens[rows] + counts, self.num_tokens[rows]
+        if (ends > num_tokens).any():
             raise EngineError("plan computes tokens that a row does not have")
+        samples = ends == num_tokens
+        if drafts.any() and (self.device.type != "cpu" or not samples[drafts > 0].all()):
+            raise EngineError("plan has drafts for rows that do not sample, or whose tokens are not on the host")
+        ends += drafts
         if (ends > self.num_row_blocks[rows] * self.limits.block_size).any():
             raise EngineError("plan computes tokens that a row has no block for")
-        if ((ends == self.num_tokens[rows]) & (ends >= self.limits.max_model_len)).any():
+        if (samples & (ends >= self.limits.max_model_len)).any():
             raise EngineError(f"plan samples a token beyond max_model_len ({self.limits.max_model_len})")

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,6 +33,20 @@ class Sampled:
     num_top: IntArray  # [L], alternatives asked for
     logprobs: LogprobTensors | None  # at those positions; None if L is 0
 
+    def only(self, kept: npt.NDArray[np.bool_]) -> Sampled:
+        """Those of the S places that are kept [S]; on the host."""
+        index = torch.from_numpy(np.flatnonzero(kept))
+        with_logprobs = kept[self.logprob_positions]
+        chosen = torch.from_numpy(np.flatnonzero(with_logprobs))
+        return Sampled(
+            rows=self.rows[kept],
+            token_ids=self.token_ids[index],
+            is_bad=self.is_bad[index],
+            logprob_positions=(np.cumsum(kept) - 1)[self.logprob_positions[with_logprobs]],
+            num_top=self.num_top[with_logprobs],
+            logprobs=None if self.logprobs is None else self.logprobs.map(lambda tensor: tensor[chosen]),
+        )
+
 
 class Sampler:
     """Stateless: all it knows of a row stands in `RequestStates`."""
@@ -39,15 +54,19 @@ class Sampler:
     def __init__(self, kernels: KernelBackend) -> None:
         self._kernels = kernels
 
-    def sample(self, logits: Tensor, rows: IntArray, states: RequestStates) -> Sampled:
-        """Sample the next token of `rows` [S > 0] from logits [S, V] float32, which are changed in place."""
+    def sample(self, logits: Tensor, rows: IntArray, states: RequestStates, ahead: IntArray | None = None) -> Sampled:
+        """Sample the next token of `rows` [S > 0] from logits [S, V] float32, which are changed in place.
+
+        ahead [S]: how many drafts stand before that token; rows with penalties have none.
+        """
         num_logprobs = states.sampling.num_logprobs[rows]
         positions = np.flatnonzero(num_logprobs >= 0)
         position_index = to_device(positions, logits.device)
         raw = logits[position_index] if len(positions) else None
         sums = logits.sum(dim=1)  # hands on NaN and +inf; -inf for some ids is a legal mask
-        process_logits(logits, rows, states)
-        params = states.sampling.tensors(rows, states.output_len(rows))
+        output_len = states.output_len(rows, ahead)
+        process_logits(logits, rows, states, output_len)
+        params = states.sampling.tensors(rows, output_len)
         token_ids = self._kernels.sample(logits, params)
         best = logits.gather(1, token_ids[:, None])[:, 0]
         is_bad = ~(sums < math.inf) | (best == -math.inf)
@@ -58,10 +77,12 @@ class Sampler:
         return Sampled(rows, token_ids, is_bad, positions, num_logprobs[positions], logprobs)
 
 
-def process_logits(logits: Tensor, rows: IntArray, states: RequestStates) -> None:
-    """Apply bias, penalties and token rules to logits [S, V] in place; rows that have none are not touched."""
+def process_logits(logits: Tensor, rows: IntArray, states: RequestStates, output_len: IntArray) -> None:
+    """Apply bias, penalties and token rules to logits [S, V] in place; rows that have none are not touched.
+
+    output_len [S]: how many output tokens stand before the one to sample.
+    """
     sampling = states.sampling
-    output_len = states.output_len(rows)
     with_rules = np.flatnonzero(sampling.has_rules[rows])
     repeated = np.flatnonzero(sampling.repetition_penalty[rows] != 1.0)
     counted = np.flatnonzero(

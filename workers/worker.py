@@ -105,6 +105,7 @@ class Worker:
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
+            can_draft=device.type == "cpu",
             mode=str(find_mode(kernels, model, tp, device, limits.block_size)),
         )
         return cls(runner, info, tp, 1 if device.type == "cpu" else 2)

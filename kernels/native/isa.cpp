@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "kv_store.h"
 #include "linear.h"
+#include "prompt_lookup.h"
 #include "rowwise.h"
 #include "sampling.h"
 
@@ -55,6 +56,11 @@ EXPORT(rotary)(const RotaryArguments* args, int64_t threads) {
 
 EXPORT(act_mul)(const ActMulArguments* args, int64_t threads) {
     BY_DTYPE(args->dtype, act_mul<T>(*args, threads));
+    return 0;
+}
+
+EXPORT(find_drafts)(const LookupArguments* args, int64_t threads) {
+    find_drafts(*args, threads);
     return 0;
 }
 

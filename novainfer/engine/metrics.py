@@ -22,6 +22,8 @@ def collect_stats(scheduler: Scheduler, epoch: int, seconds_since_progress: floa
         cached_prompt_tokens_total=totals.cached_prompt_tokens,
         generation_tokens_total=totals.generation_tokens,
         preemptions_total=totals.preemptions,
+        drafted_total=totals.drafted,
+        drafts_accepted_total=totals.drafts_accepted,
         seconds_since_progress=seconds_since_progress,
         queue_seconds=scheduler.queue_seconds,
     )

@@ -19,6 +19,7 @@ class ExecutorInfo:
     max_model_len: int  # tokens
     max_num_seqs: int  # persistent rows
     mode: str = ""  # see `novainfer.mode`
+    can_draft: bool = False  # see `StepPlan.num_drafts`
 
 
 class Executor(Protocol):

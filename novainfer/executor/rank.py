@@ -107,5 +107,6 @@ class RankSession:
             max_num_seqs=info.max_num_seqs,
             held=held,
             mode=info.mode,
+            can_draft=info.can_draft,
         )
         self._send(hello)

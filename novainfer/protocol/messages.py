@@ -238,6 +238,8 @@ class EngineStats:
     generation_tokens_total: int = 0
     preemptions_total: int = 0
     seconds_since_progress: float = 0.0
+    drafted_total: int = 0  # tokens guessed, see `StepPlan.num_drafts`
+    drafts_accepted_total: int = 0
     queue_seconds: float = 0.0  # estimate: in how many seconds what waits now will have started
 
 

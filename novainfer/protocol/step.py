@@ -5,6 +5,10 @@ The workers keep one persistent *row* per running choice: its tokens, its block 
 and `num_computed_tokens`; a plan entry (row, n) computes the next n of them. A row samples when this brings
 num_computed_tokens up to num_tokens; the sampled token is appended on the workers themselves, so the next plan
 may schedule it before its value has reached the scheduler (two steps are in flight).
+
+A decode may be allowed drafts: guesses at the tokens after the last one, found in the row's own text, and computed
+along with it. Those that are what sampling gives count, and so does the token sampled after them; the others are
+forgotten. So a step may yield more tokens than its plan names, never other ones.
 """
 
 from __future__ import annotations
@@ -61,6 +65,7 @@ class StepPlan:
     both; rank 0 keeps the account for a scheduler that has lost it (see `Adopt`).
     is_first: of those that this scheduler sends to ranks that have just said hello. Otherwise a rank that lost the
     first one would begin with the second, and add up with ranks that are a step behind.
+    num_drafts: empty, or for each decode how many drafts it may have; it has slots for them.
     """
 
     epoch: int
@@ -75,6 +80,7 @@ class StepPlan:
     unindexed: list[int] = field(default_factory=list)
     indexed: list[IndexedBlock] = field(default_factory=list)
     is_first: bool = False
+    num_drafts: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,11 @@ class RowPromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """From rank 0: what the step sampled. `rows` are the plan's rows that sampled, in the plan's order."""
+    """From rank 0: what the step sampled. `rows` are the plan's rows that sampled, in the plan's order.
+
+    A row with drafts stands there once for each of its tokens. num_drafted: empty, or for each entry of the plan's
+    `num_drafts` how many drafts there were.
+    """
 
     epoch: int
     step: int
@@ -97,6 +107,7 @@ class StepResult:
     logprobs: list[Logprobs | None] = field(default_factory=list)  # empty, or [len(rows)]
     prompt_logprobs: list[RowPromptLogprobs] = field(default_factory=list)
     bad_rows: list[int] = field(default_factory=list)  # rows whose logits were not finite: that request's error
+    num_drafted: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,7 @@ class WorkerHello:
     max_num_seqs: int
     held: list[IndexedBlock] = field(default_factory=list)
     mode: str = ""  # see `novainfer.mode`; the same on every rank
+    can_draft: bool = False  # plans may have `num_drafts`
 
 
 @dataclass(frozen=True, slots=True)

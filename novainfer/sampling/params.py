@@ -54,6 +54,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's logits depend on which tokens came before it, beside what the model makes of them."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     def __post_init__(self) -> None:
         for name in _LISTS:
             value = getattr(self, name)

@@ -21,6 +21,7 @@ _MAX_NEW_IDS_PER_PLAN = 500_000
 # tenant its share of it; but never less than the other part, where steps would be short for nothing.
 _CROWDED_PART = 1 / 4
 _SMALLEST_PART = 1 / 16
+_MOST_DRAFTS = 96  # in a step: each needs logits over the whole vocabulary
 
 
 class StepAssembly:
@@ -43,6 +44,7 @@ class StepAssembly:
         self._isolation = isolation
         self._pace = pace
         self._max_tokens = max_num_batched_tokens
+        self._draft_cost, self._drafts_left = 1.0, _MOST_DRAFTS
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
         self._yielding: set[str] = set()  # those of them that make way, in this step
@@ -83,16 +85,20 @@ class StepAssembly:
         wanted = [
             s
             for s in order
-            if s.num_computed_tokens + 1 == len(s.token_ids) + s.num_pending < s.end_len  # one token, and not its last
+            # One token, and not its last, however many drafts in flight come true.
+            if s.num_computed_tokens + 1 == len(s.token_ids) + s.num_pending < s.end_len - s.num_ahead
         ]
         block_size, add, charged = self._rows.info.block_size, self.batch.add, Counter[str]()
-        for sequence in self._paced(wanted):
+        chosen = self._paced(wanted)
+        self._draft_cost = self._cost_of_drafts(chosen)
+        for sequence in chosen:
             if sequence.row < 0:
                 continue  # it was preempted a moment ago, for another one
             computed = sequence.num_computed_tokens
-            if computed % block_size == 0 and not self._placement.grow(sequence, self.batch, order):
+            at_edge = computed % block_size == 0 or sequence.num_ahead
+            if at_edge and not self._placement.grow(sequence, self.batch, order):
                 continue
-            add(sequence, 1)
+            add(sequence, 1, self._drafts(sequence) if sequence.drafts is not None else 0)
             units = 1 if computed < sequence.num_charged_tokens else 2
             if units == 2:
                 sequence.num_charged_tokens = computed + 1
@@ -100,6 +106,23 @@ class StepAssembly:
             charged[sequence.tenant] += units
         for name, units in charged.items():
             self._shares.charge(name, units)
+
+    def _cost_of_drafts(self, decodes: list[Sequence]) -> float:
+        """What one more token adds to this step, over the time of each of its tokens."""
+        if not any(sequence.drafts is not None for sequence in decodes):
+            return 1.0
+        return self._pace.cost_of_token(len(decodes), sum(s.num_computed_tokens for s in decodes))
+
+    def _drafts(self, sequence: Sequence) -> int:
+        """The most drafts that a decode may have, behind its next token."""
+        drafts, room = sequence.drafts, min(self.batch.budget - self._rows.num_rows, self._drafts_left)
+        if drafts is None or room <= 0:
+            return 0
+        left = sequence.end_len - sequence.num_tokens - sequence.num_ahead - 1  # one token is sampled in any case
+        wanted = min(drafts.wanted(self._draft_cost), left, room)
+        found = max(self._placement.room_for_drafts(sequence, wanted, self.batch), 0) if wanted > 0 else 0
+        self._drafts_left -= found
+        return found
 
     def _owed(self) -> set[str]:
         """Tenants for whom others make way in this step: they have a prompt to compute, are not far above their share,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 
+from novainfer.errors import EngineError
 from novainfer.protocol.messages import PromptLogprobs, TokenOutput
-from novainfer.protocol.step import IndexedBlock, NewBlocks, NewRow, StepPlan
+from novainfer.protocol.step import IndexedBlock, NewBlocks, NewRow, StepPlan, StepResult
 from novainfer.scheduler.request import Sequence
 
 
@@ -23,8 +25,38 @@ class StepRecord:
     computed: list[int]  # tokens computed when it has ended
     sampled: list[Sequence]  # those that get a token, and their rows
     sampled_rows: list[int]
+    counts: list[int]  # tokens that each row computes, drafts aside
+    drafts: list[int]  # empty, or the most drafts of each decode
     num_tokens: int  # that it computes
     submitted: float | None  # seconds, on the caller's clock
+
+    def sampled_by(self, result: StepResult) -> list[Sequence]:
+        """Whose tokens the result has, in its order. Raises `EngineError` if it does not answer this step."""
+        rows = result.rows
+        sampled = self.sampled
+        if self.drafts and rows != self.sampled_rows:
+            owner = dict(zip(self.sampled_rows, self.sampled, strict=True))
+            most = dict(zip(self.rows, self.drafts, strict=False))
+            runs = [(row, len(list(run))) for row, run in groupby(rows)]
+            if all(count <= 1 + most.get(row, 0) for row, count in runs):
+                rows = [row for row, _ in runs]
+                sampled = [owner[row] for row in result.rows if row in owner]
+        if (result.step, rows) != (self.step, self.sampled_rows) or len(result.token_ids) != len(sampled):
+            raise EngineError(f"the result of step {result.step} does not answer the plan of step {self.step}")
+        if len(result.logprobs) not in (0, len(sampled)):
+            raise EngineError(f"the result of step {result.step} has {len(result.logprobs)} log-probabilities")
+        return sampled
+
+    def prompt_logprobs(self, result: StepResult) -> list[PromptLogprobs]:
+        """Those of requests that have not ended, as their clients get them."""
+        if not result.prompt_logprobs:
+            return []
+        by_row = dict(zip(self.rows, self.sequences, strict=True))
+        return [
+            PromptLogprobs(by_row[item.row].request_id, item.start, item.entries)
+            for item in result.prompt_logprobs
+            if not by_row[item.row].request.finished
+        ]
 
     @property
     def context(self) -> int:
@@ -34,7 +66,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class PlainTokens:
-    """One token each of choices that have a number at their gateway, without anything else to tell. Columns."""
+    """Tokens of choices that have a number at their gateway, without anything else to tell. Columns."""
 
     sequences: list[Sequence] = field(default_factory=list)
     indexes: list[int] = field(default_factory=list)  # output indexes
@@ -49,7 +81,7 @@ class PlainTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What one result means for the clients. `others` come after the plain tokens, of which no choice has two."""
+    """What one result means for the clients. `others` come after the plain tokens."""
 
     plain: PlainTokens
     others: list[TokenOutput]
@@ -70,6 +102,7 @@ class StepBatch:
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[Sequence] = field(default_factory=list)
     chunk_sizes: list[int] = field(default_factory=list)
+    drafts: dict[int, int] = field(default_factory=dict)  # the most drafts, by the place in `decodes`
     sampled_decodes: list[Sequence] = field(default_factory=list)
     sampled_chunks: list[Sequence] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
@@ -77,12 +110,15 @@ class StepBatch:
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_new_ids: int = 0  # integers that the new rows carry
 
-    def add(self, sequence: Sequence, num_new_tokens: int) -> bool:
+    def add(self, sequence: Sequence, num_new_tokens: int, drafts: int = 0) -> bool:
         """Schedule the sequence's next tokens and advance it: the step counts as computed from here on.
 
-        Whether one more token of it is sampled.
+        Whether one more token of it is sampled. `drafts`: the most that a decode may have.
         """
-        self.budget -= num_new_tokens
+        self.budget -= num_new_tokens + drafts
+        if drafts:
+            self.drafts[len(self.decodes)] = drafts
+            sequence.num_ahead += drafts
         sequence.num_computed_tokens = computed = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens == 1:
             self.decodes.append(sequence)
@@ -111,7 +147,8 @@ class StepBatch:
             epoch=epoch,
             step=record.step,
             rows=record.rows,
-            num_new_tokens=[1] * len(self.decodes) + self.chunk_sizes,
+            num_new_tokens=record.counts,
+            num_drafts=record.drafts,
             freed_rows=freed_rows,
             new_rows=self.new_rows,
             new_blocks=self.new_blocks,
@@ -133,6 +170,8 @@ class StepBatch:
             computed=[s.num_computed_tokens for s in sequences],
             sampled=sampled,
             sampled_rows=[s.row for s in sampled],
+            counts=[1] * len(self.decodes) + self.chunk_sizes,
+            drafts=[self.drafts.get(i, 0) for i in range(len(self.decodes))] if self.drafts else [],
             num_tokens=len(self.decodes) + sum(self.chunk_sizes),
             submitted=submitted,
         )

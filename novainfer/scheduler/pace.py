@@ -9,6 +9,7 @@ UNDISTURBED_SECONDS = 0.02
 _KEPT = 0.99  # of what earlier steps said, after each step
 _RIDGE = 1e-3
 _MIN_STEPS = 20
+_UNKNOWN_COST = 0.3  # of one more token, before anything was measured
 _CONTEXT_UNIT = 1000.0  # tokens; keeps the numbers of one size
 _TOKEN_UNIT = 100.0
 
@@ -48,6 +49,14 @@ class StepPace:
     def is_long(self, num_tokens: int, context: int) -> bool:
         """Whether such a step disturbs who waits for its end."""
         return self._num_steps >= _MIN_STEPS and self._predict(num_tokens, context) > UNDISTURBED_SECONDS
+
+    def cost_of_token(self, num_tokens: int, context: int) -> float:
+        """What one more token adds to such a step, over the time of each of its tokens."""
+        if self._num_steps < _MIN_STEPS:
+            return _UNKNOWN_COST
+        seconds = self._predict(num_tokens, context)
+        one_more = self._predict(num_tokens + 1, context) - seconds
+        return one_more * num_tokens / seconds if seconds > 0 else _UNKNOWN_COST
 
     def _predict(self, num_tokens: int, context: int) -> float:
         if self._weights is None:

@@ -69,7 +69,7 @@ class Placement:
 
     def grow(self, sequence: Sequence, batch: StepBatch, order: list[Sequence]) -> bool:
         """A slot for the next token; preempts from the end of `order`. False if that was the sequence itself."""
-        first = sequence.num_computed_tokens
+        first = sequence.num_computed_tokens + sequence.num_ahead  # as far as drafts in flight may have brought it
         if len(sequence.table.blocks) * self.rows.info.block_size > first:
             return True
         while (growth := self.rows.kv.grow(sequence.table, first, first + 1)) is None:
@@ -81,6 +81,19 @@ class Placement:
                 return False
         batch.new_blocks.append(NewBlocks(sequence.row, growth.new_blocks))
         return True
+
+    def room_for_drafts(self, sequence: Sequence, wanted: int, batch: StepBatch) -> int:
+        """How many of so many drafts find a slot behind the next token's. Nobody is preempted for them."""
+        rows, table = self.rows, sequence.table
+        have = len(table.blocks) * rows.info.block_size
+        end = sequence.num_computed_tokens + sequence.num_ahead + 1 + wanted
+        if end > have:
+            needed = rows.kv.blocks_to_grow(table, have, end)
+            growth = rows.kv.grow(table, have, end) if needed + self._reserve <= rows.kv.pool.num_free else None
+            if growth is None:
+                return wanted - (end - have)
+            batch.new_blocks.append(NewBlocks(sequence.row, growth.new_blocks))
+        return wanted
 
     def decode_order(self) -> list[Sequence]:
         """The running sequences, first who keeps its blocks longest.

@@ -8,6 +8,7 @@ from novainfer.kv.manager import BlockTable
 from novainfer.kv.prefix_index import root_key
 from novainfer.protocol.messages import FINISH_LENGTH, FINISH_STOP, AddRequest, Logprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
+from novainfer.scheduler.drafts import DraftPace
 
 NO_ROW = -1
 
@@ -19,6 +20,7 @@ class Sequence:
     A step in flight may have sampled tokens whose values are not here yet: `num_pending` of them. So the
     sequence has `num_tokens` = known + pending tokens, of which `num_computed_tokens` are computed by the
     steps submitted so far, and `num_confirmed_tokens` by the steps whose results have come back.
+    Drafts that come true are added to all three when their step's result is here.
     """
 
     request: Request
@@ -34,7 +36,8 @@ class Sequence:
     end_len: int  # tokens when it has all of max_tokens
     ref: int  # its gateway's number for it; negative: it has none
     row: int = NO_ROW
-    num_pending: int = 0
+    num_pending: int = 0  # at least; with drafts there may be up to `num_ahead` more
+    num_ahead: int = 0  # drafts in flight: each may become one more pending, and one more computed token
     num_computed_tokens: int = 0
     num_confirmed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
@@ -45,6 +48,7 @@ class Sequence:
     num_charged_tokens: int = 0  # tokens up to here were charged to its tenant, or were found in the cache
     last_step: int = 0  # the newest plan with a token of it
     work: int = 0  # units of service that it got: see `fairness`
+    drafts: DraftPace | None = None  # None: it may have no drafts
     finished: bool = False
 
     @property
@@ -70,7 +74,7 @@ class Sequence:
         """Forget what the workers held: only the known tokens are left, and all of them must be computed again."""
         self.table.clear()
         self.row = NO_ROW
-        self.num_pending = self.num_computed_tokens = self.num_confirmed_tokens = 0
+        self.num_pending = self.num_ahead = self.num_computed_tokens = self.num_confirmed_tokens = 0
         self.generation += 1
 
     def finish_reason(self) -> str | None:
@@ -164,7 +168,7 @@ class Request:
         return all(sequence.finished for sequence in self.sequences)
 
 
-def make_request(message: AddRequest, arrival: int, now: float) -> Request:
+def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bool = False) -> Request:
     """Build the sequences of an accepted message; resumed ones start with the tokens already emitted."""
     deadline = now + message.deadline if message.deadline > 0 else float("inf")
     request = Request(message, arrival, now, deadline)
@@ -172,6 +176,7 @@ def make_request(message: AddRequest, arrival: int, now: float) -> Request:
     eos = () if params.ignore_eos else tuple(message.eos_token_ids)
     stop_token_ids = frozenset((*params.stop_token_ids, *eos))
     root = root_key(message.tenant, message.cache_salt)
+    may_draft = may_draft and not params.penalises
     use_cache = message.use_prefix_cache and params.prompt_logprobs is None
     for choice in range(params.n):
         emitted = message.emitted[choice] if choice < len(message.emitted) else []
@@ -189,6 +194,7 @@ def make_request(message: AddRequest, arrival: int, now: float) -> Request:
                 prompt_len=len(message.prompt_token_ids),
                 end_len=len(message.prompt_token_ids) + params.max_tokens,
                 ref=message.ref + choice if message.ref >= 0 else -1,
+                drafts=DraftPace() if may_draft else None,
             )
         )
     return request

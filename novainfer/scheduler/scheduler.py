@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from itertools import repeat
 
 from novainfer.config import CacheConfig, SchedulerConfig
-from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
+from novainfer.errors import InvalidRequestError, OverloadedError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.kv.manager import KVCacheManager
 from novainfer.protocol.messages import (
@@ -21,7 +21,6 @@ from novainfer.protocol.messages import (
     FINISH_LENGTH,
     FINISH_STOP,
     AddRequest,
-    PromptLogprobs,
     RequestRejected,
     TokenOutput,
 )
@@ -30,6 +29,7 @@ from novainfer.scheduler.admission import check_request
 from novainfer.scheduler.assembly import StepAssembly
 from novainfer.scheduler.batch import PlainTokens, StepOutputs, StepRecord
 from novainfer.scheduler.deadlines import Deadlines
+from novainfer.scheduler.drafted import take_drafts
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.load import LoadMeter
@@ -79,6 +79,7 @@ class Scheduler:
         """Rows and blocks of workers that hold nothing yet."""
         self._info = info
         self._has_workers = True
+        self._may_draft = self._config.speculation != "none" and info.can_draft
         self._rows = Rows(info, self._config, self._cache_config, self._shares)
         self._placement = Placement(self._rows, self.waiting, self._shares, self.totals)
 
@@ -121,7 +122,7 @@ class Scheduler:
         if is_new and self._num_live + n > room:
             raise OverloadedError("The queue is full. Please retry later.", retry_after=self.queue_seconds)
         self._shares.enter(message.tenant, n)
-        request = make_request(message, self._arrivals, now)
+        request = make_request(message, self._arrivals, now, may_draft=self._may_draft)
         self._arrivals += 1
         self.requests[request.request_id] = request
         self._num_live += n
@@ -262,22 +263,22 @@ class Scheduler:
     def update(self, result: StepResult) -> StepOutputs:
         """Apply the oldest step's result. Raises `EngineError` if it is not that step's."""
         record = self._in_flight.popleft()
-        if (result.step, result.rows, len(result.token_ids)) != (record.step, record.sampled_rows, len(record.sampled)):
-            raise EngineError(f"the result of step {result.step} does not answer the plan of step {record.step}")
-        if len(result.logprobs) not in (0, len(record.sampled)):
-            raise EngineError(f"the result of step {result.step} has {len(result.logprobs)} log-probabilities")
-        self._load.done(record.num_tokens + len(record.sampled))
-        self._measure(record)
+        sampled = record.sampled_by(result)
+        self._load.done(record.num_tokens + 2 * len(sampled) - len(record.sampled))
+        self._measure(record, sum(result.num_drafted))
         bad = [s for s, row in zip(record.sequences, record.rows, strict=True) if row in result.bad_rows]
         block_size, full = self._info.block_size, []
-        for sequence, generation, computed in zip(record.sequences, record.generations, record.computed, strict=True):
+        for sequence, generation, count in zip(record.sequences, record.generations, record.counts, strict=True):
             if generation == sequence.generation:
-                if sequence.num_confirmed_tokens // block_size != computed // block_size:
+                before = sequence.num_confirmed_tokens
+                sequence.num_confirmed_tokens = before + count
+                if before // block_size != (before + count) // block_size:
                     full.append(sequence)
-                sequence.num_confirmed_tokens = computed
+        if record.drafts:
+            full += take_drafts(record, result, self._shares, self.totals, block_size)
         # Before any request ends: a prompt's log-probabilities may come with its last token.
-        prompt_logprobs = self._prompt_logprobs(record, result)
-        plain, others = self._take_tokens(record, result, bad)
+        prompt_logprobs = record.prompt_logprobs(result)
+        plain, others = self._take_tokens(sampled, result, bad)
         for sequence in bad:
             self.kv.forget(sequence.table)  # no other request may find what it computed
             if not sequence.finished:
@@ -287,19 +288,19 @@ class Scheduler:
                 self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
         return StepOutputs(plain, others, prompt_logprobs)
 
-    def _measure(self, record: StepRecord) -> None:
+    def _measure(self, record: StepRecord, num_drafted: int) -> None:
         """How long the step took: from the result before it, or from its submission to idle workers."""
         if self._now is None or record.submitted is None:
             return
         seconds = self._now - max(self._last_result, record.submitted)
         self._last_result = self._now
         if seconds > 0:
-            self._pace.observe(seconds, record.num_tokens, record.context)
+            self._pace.observe(seconds, record.num_tokens + num_drafted, record.context)
 
     # -- applying a result ----------------------------------------------------------------------------------
 
     def _take_tokens(
-        self, record: StepRecord, result: StepResult, bad: Collection[Sequence]
+        self, sampled: list[Sequence], result: StepResult, bad: Collection[Sequence]
     ) -> tuple[PlainTokens, list[TokenOutput]]:
         """Append the sampled tokens of choices that have not ended meanwhile, and end those that do with theirs."""
         plain, others = PlainTokens(), []
@@ -307,7 +308,7 @@ class Scheduler:
         is_watching = bool(self._isolation)
         logprobs = result.logprobs or repeat(None)
         count = 0
-        for sequence, token_id, entry in zip(record.sampled, result.token_ids, logprobs, strict=False):
+        for sequence, token_id, entry in zip(sampled, result.token_ids, logprobs, strict=False):
             if sequence.finished:
                 continue
             sequence.num_pending -= 1
@@ -331,16 +332,6 @@ class Scheduler:
                 add_token_id(token_id)
         self.totals.generation_tokens += count
         return plain, others
-
-    def _prompt_logprobs(self, record: StepRecord, result: StepResult) -> list[PromptLogprobs]:
-        if not result.prompt_logprobs:
-            return []
-        by_row = dict(zip(record.rows, record.sequences, strict=True))
-        return [
-            PromptLogprobs(by_row[item.row].request.request_id, item.start, item.entries)
-            for item in result.prompt_logprobs
-            if not by_row[item.row].request.finished
-        ]
 
     # -- ends -----------------------------------------------------------------------------------------------
 
@@ -367,7 +358,9 @@ class Scheduler:
         self._shares.leave(sequence.tenant, self._step)
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
         if sequence.is_running:
-            self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
+            # It may have ended before the last of its drafts that came true.
+            num_known = min(sequence.num_confirmed_tokens, len(sequence.token_ids))
+            self.kv.index_blocks(sequence.table, sequence.token_ids, num_known)
             self._rows.release(sequence)
         else:
             self.waiting.remove(sequence)

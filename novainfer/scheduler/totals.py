@@ -18,6 +18,8 @@ class Totals:
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    drafted: int = 0  # tokens
+    drafts_accepted: int = 0  # tokens: those of them that came true
 
     @property
     def by_reason(self) -> dict[str, int]:

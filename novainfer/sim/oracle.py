@@ -18,6 +18,7 @@ from novainfer.protocol.step import NewRow, RowPromptLogprobs, StepPlan, StepRes
 from novainfer.sampling.params import SamplingParams
 
 NOT_FINITE = -1  # what a slot holds whose computation went wrong: no hash is negative
+_GUESSED = -2  # what a slot holds whose token was a wrong guess
 _MASK = 2**64 - 1
 
 
@@ -112,6 +113,7 @@ class OracleRows:
         if any(a > 1 and b == 1 for a, b in pairwise(plan.num_new_tokens)):
             raise OracleError("rows with one token must come first")
         result = StepResult(plan.epoch, plan.step, [], [])
+        most = dict(zip(plan.rows, plan.num_drafts, strict=False))
         entries = [(index, self._row(index), n) for index, n in zip(plan.rows, plan.num_new_tokens, strict=True)]
         # All rows write before any row reads, as the layers do.
         for _, row, count in entries:
@@ -122,6 +124,8 @@ class OracleRows:
             row.num_computed += count
             if row.num_computed == len(row.token_ids):
                 self._sample(index, row, result, is_finite)
+                if index in most:
+                    result.num_drafted.append(self._draft(index, row, result, most[index]))
         if not any(result.logprobs):
             result.logprobs.clear()
         return result
@@ -151,6 +155,23 @@ class OracleRows:
         row.append(token)
         result.rows.append(index)
         result.token_ids.append(token)
+
+    def _draft(self, index: int, row: OracleRow, result: StepResult, most: int) -> int:
+        """Guess some tokens, rightly or not; returns how many. What a wrong one leaves in its slot nobody may read."""
+        drawn = hash_tokens((most, row.num_computed), row.hashes[-1])
+        num_drafts = 0 if row.is_bad else (drawn >> 9) % (most + 1)
+        num_true = (drawn >> 17) % (num_drafts + 1)
+        for i in range(num_drafts):
+            block, offset = self._slot(row, row.num_computed)
+            if i >= num_true or self.is_bad(index, row):
+                for position in range(row.num_computed, row.num_computed + num_drafts - i):
+                    block, offset = self._slot(row, position)
+                    self.kv[block][offset] = _GUESSED
+                break
+            self.kv[block][offset] = row.hashes[row.num_computed]
+            row.num_computed += 1
+            self._sample(index, row, result, is_finite=True)
+        return num_drafts
 
     def _describe_prompt(self, index: int, row: OracleRow, count: int, result: StepResult) -> None:
         if row.params.prompt_logprobs is None:

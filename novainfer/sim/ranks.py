@@ -55,8 +55,9 @@ class SimRows(OracleRows):
             for index in plan.rows:
                 row = self.rows[index]
                 at = self._curses.poison.get(row.params.seed or 0)
-                # The token that was sampled just now is counted already.
-                if at is not None and (row.choice, len(row.token_ids) - row.prompt_len - 1) == at:
+                # The tokens that were sampled just now are counted already.
+                end = len(row.token_ids) - row.prompt_len
+                if at is not None and at[0] == row.choice and end - result.rows.count(index) <= at[1] < end:
                     raise EngineError("poison")
         return result
 

@@ -79,6 +79,7 @@ def make_scenario(world: World) -> Scenario:
     largest = max(len(r.message.prompt_token_ids) + r.message.params.max_tokens for r in requests)
     fewest = -(-largest // block_size)
     max_num_seqs = rng.choice((1, 2, 4, 8, 16))
+    drafts = world.rng("drafts").random() < 0.3
     info = ExecutorInfo(
         epoch=1,
         num_blocks=int(fewest * rng.choice((1.0, 1.0, 1.4, 2.0, 6.0))) + rng.randint(0, 2),
@@ -86,6 +87,7 @@ def make_scenario(world: World) -> Scenario:
         vocab_size=VOCAB_SIZE,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=max_num_seqs,
+        can_draft=drafts,
     )
     step_seconds = rng.choice((0.002, 0.01, 0.03))
     hang_timeout = rng.choice((0.75, 1.0, 2.0))
@@ -96,6 +98,7 @@ def make_scenario(world: World) -> Scenario:
             max_num_batched_tokens=max(max_num_seqs, rng.choice((1, 4, 8, 16, 256))),
             max_waiting=rng.choice((2, 1024, 1024, 1024)),
             steps_in_flight=rng.choice((1, 2, 2)),
+            speculation="prompt-lookup" if drafts else "none",
         ),
         parallel=ParallelConfig(tensor_parallel_size=rng.choice((1, 1, 2, 2, 3))),
         server=ServerConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 from novainfer.config import CacheConfig, SchedulerConfig, ServeConfig
 from novainfer.engine.core import EngineCore
@@ -16,7 +17,7 @@ Streams = dict[tuple[str, int], list[int]]
 class Driver:
     """An engine on an oracle; `streams[(request, choice)]` are the tokens, `ends` the finish reasons."""
 
-    def __init__(self, executor: OracleExecutor, *, prefix_caching: bool = True, **scheduler: int) -> None:
+    def __init__(self, executor: OracleExecutor, *, prefix_caching: bool = True, **scheduler: Any) -> None:
         config = ServeConfig(
             scheduler=SchedulerConfig(**scheduler), cache=CacheConfig(enable_prefix_caching=prefix_caching)
         )

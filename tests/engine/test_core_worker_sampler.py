@@ -72,7 +72,8 @@ def test_penalties_when_rows_differ_then_each_equals_the_naive_formula() -> None
     ]
     logits = random_logits(5)
     processed = logits.clone()
-    process_logits(processed, np.arange(5), states_with(*rows))
+    states = states_with(*rows)
+    process_logits(processed, np.arange(5), states, states.output_len(np.arange(5)))
     for i, row in enumerate(rows):
         assert processed[i].tolist() == pytest.approx(naive_penalties(logits[i].tolist(), row), rel=1e-6, abs=1e-6)
     assert torch.equal(processed[4], logits[4])
@@ -83,7 +84,8 @@ def test_plain_rows_when_processed_then_nothing_is_touched() -> None:
     logits = random_logits(2)
     processed = logits.clone()
     rows = new_row(0, [1], [0]), new_row(1, [1], [1], temperature=1.0, top_p=0.5, logprobs=3)
-    process_logits(processed, np.arange(2), states_with(*rows))
+    states = states_with(*rows)
+    process_logits(processed, np.arange(2), states, states.output_len(np.arange(2)))
     assert torch.equal(processed, logits)
 
 

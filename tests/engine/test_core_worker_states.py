@@ -33,7 +33,7 @@ def run(states: RequestStates, step: StepPlan, token: int) -> InputBatch:
     states.apply(step)
     batch = InputBatch.build(states, step)
     sampled = torch.full((len(batch.sample_rows),), token)
-    states.append(batch.sample_rows, batch.sample_row_index, sampled)
+    states.append(batch.sample_rows, sampled)
     states.advance(batch.rows, batch.num_new_tokens)
     return batch
 

@@ -431,18 +431,21 @@ def test_given_a_result_with_too_few_logprobs_when_applied_then_it_is_an_engine_
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), depth=st.sampled_from([1, 2]), caching=st.booleans())
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([1, 2]), caching=st.booleans(), drafts=st.booleans())
 def test_given_random_traffic_when_memory_is_scarce_then_every_stream_is_exact_and_nothing_leaks(
-    seed: int, depth: int, caching: bool
+    seed: int, depth: int, caching: bool, drafts: bool
 ) -> None:
     rng = random.Random(seed)
-    executor = OracleExecutor(num_blocks=rng.choice([12, 20, 40]), block_size=4, max_num_seqs=rng.choice([2, 5]))
+    executor = OracleExecutor(
+        num_blocks=rng.choice([12, 20, 40]), block_size=4, max_num_seqs=rng.choice([2, 5]), can_draft=drafts
+    )
     driver = Driver(
         executor,
         prefix_caching=caching,
         steps_in_flight=depth,
         max_num_batched_tokens=rng.choice([5, 11, 64]),
         max_num_seqs=5,
+        speculation="prompt-lookup" if drafts else "none",
     )
     stems = [prompt_of(rng.randrange(1, 20), i) for i in range(3)]
     jobs: dict[str, tuple[list[int], dict[str, object]]] = {}

@@ -55,6 +55,7 @@ class Circumstance:
     all_at_once: bool = True  # else one arrives at each step
     resumed: float = 0.0  # share of the requests that come with some of their tokens emitted
     losses: int = 0  # how often the workers are lost
+    speculation: str = "none"
 
     def config(self, model: str, dtype: str) -> ServeConfig:
         return ServeConfig(
@@ -66,6 +67,7 @@ class Circumstance:
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 steps_in_flight=self.steps_in_flight,
+                speculation=self.speculation,
             ),
             parallel=ParallelConfig(device="cpu", threads_per_worker=self.threads),
         )
@@ -79,6 +81,8 @@ def make_cases(count: int, vocab_size: int, seed: int) -> list[AddRequest]:
     for i in range(count):
         stem = rng.choice(stems)[: rng.randint(1, 96)] if rng.random() < 0.5 else []
         prompt = stem + [rng.randrange(vocab_size) for _ in range(rng.choice((1, 2, 15, 16, 17, 60, 200)))]
+        if rng.random() < 0.3:  # a text that repeats itself, so that there are drafts
+            prompt = (prompt * 8)[: max(len(prompt), 120)]
         params = _params(rng, vocab_size)
         cases.append(AddRequest(f"case-{i}", prompt, params, eos_token_ids=[rng.randrange(vocab_size)]))
     return cases
@@ -129,6 +133,7 @@ def draw_circumstance(rng: random.Random) -> Circumstance:
         all_at_once=rng.random() < 0.6,
         resumed=rng.choice((0.0, 0.0, 0.5)),
         losses=rng.choice((0, 0, 1, 3)),
+        speculation=rng.choice(("none", "prompt-lookup")),
     )
 
 

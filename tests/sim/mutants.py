@@ -24,8 +24,9 @@ from novainfer.executor.ranks import RankGroup
 from novainfer.kv.block_pool import BlockPool
 from novainfer.kv.manager import KVCacheManager
 from novainfer.protocol.link import Inbox
-from novainfer.scheduler import isolation, request
+from novainfer.scheduler import isolation, request, scheduler
 from novainfer.scheduler.batch import StepBatch
+from novainfer.scheduler.drafted import take_drafts
 from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
@@ -398,6 +399,33 @@ def preemption_leaves_the_generation(patch: pytest.MonkeyPatch) -> None:
         victim.generation -= 1
 
     wrap(patch, Placement, "_preempt", preempt)
+
+
+@mutant
+def drafts_get_no_slots(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Placement, "room_for_drafts", lambda self, sequence, wanted, batch: wanted)
+
+
+@mutant
+def drafts_in_flight_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def add(original: Any, self: StepBatch, sequence: Sequence, num_new_tokens: int, drafts: int = 0) -> bool:
+        samples: bool = original(self, sequence, num_new_tokens, drafts)
+        sequence.num_ahead = 0
+        return samples
+
+    wrap(patch, StepBatch, "add", add)
+
+
+@mutant
+def drafts_that_came_true_are_not_computed(patch: pytest.MonkeyPatch) -> None:
+    def take(record: Any, result: Any, shares: Any, totals: Any, block_size: int) -> list[Sequence]:
+        computed = [(sequence, sequence.num_computed_tokens) for sequence in record.sequences]
+        full = take_drafts(record, result, shares, totals, block_size)
+        for sequence, num in computed:
+            sequence.num_computed_tokens = num
+        return full
+
+    patch.setattr(scheduler, "take_drafts", take)
 
 
 @mutant
