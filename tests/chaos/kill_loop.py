@@ -1,6 +1,7 @@
 """The kill loop: streams without end on a real server, whose processes are killed and stopped again and again.
 
-`python -m tests.chaos.kill_loop --kills 200 [--streams 16] [--ranks 2] [--spare-workers 1 [--rested]] [--seed 0]`
+`python -m tests.chaos.kill_loop --kills 200 [--streams 16] [--ranks 2] [--spare-workers 1 [--rested]]
+[--speculation prompt-lookup] [--seed 0]`
 
 Every stream must be, event for event, what an undisturbed server says: text, ids, log-probabilities, finish reasons,
 usage. The report has one line of JSON per stream and per kill; the summary gives the longest pause of a stream around
@@ -347,6 +348,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--spare-workers", type=int, default=0, help="the server's")
+    parser.add_argument("--speculation", default="none", help="the server's")
     parser.add_argument("--rested", action="store_true", help="strike only when spare workers stand by")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--victims", default="", help="only those whose name begins so: worker, scheduler, raylet, ...")
@@ -354,6 +356,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-loop-") as folder:
         flags = ("--tensor-parallel-size", str(options.ranks), "--spare-workers", str(options.spare_workers))
+        flags += ("--speculation", options.speculation)
         server = RunningServer(*flags, log=Path(folder) / "log")
         try:
             with open(options.report or "/dev/null", "w", encoding="utf-8") as out:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -120,3 +121,26 @@ def test_given_a_loglikelihood_request_when_sent_then_prompt_and_output_are_scor
     assert len(values) > 4
     assert all(value is not None and value <= 0 for value in values[1:])
     assert scored.choices[0].text.startswith("NovaInfer is a server")
+
+
+def test_given_prompt_lookup_when_text_repeats_itself_then_streams_are_the_same_and_drafts_came_true(
+    server: RunningServer, start_server: Callable[..., RunningServer]
+) -> None:
+    repeats = [
+        {"model": "demo", "prompt": text * 4, "max_tokens": 60, "seed": seed, "temperature": temperature, **more}
+        for text, more in (("one two three four ", {}), ("a b c d e f g ", {"n": 2}), ("1, 2, 3, ", {"logprobs": 2}))
+        for seed, temperature in ((1, 0.0), (2, 0.6))
+    ]
+
+    async def answers(asked: RunningServer) -> list[Any]:
+        async with async_client(asked) as client:
+            texts = [client.completions.create(**request, extra_body={"ignore_eos": True}) for request in repeats]
+            return await asyncio.gather(*texts, *(stream(client, job(i)) for i in range(0, 64, 3)))
+
+    def told(found: list[Any]) -> list[Any]:
+        return [[c.model_dump() for c in one.choices] if hasattr(one, "choices") else one for one in found]
+
+    drafting = start_server("--speculation", "prompt-lookup")
+    assert told(asyncio.run(answers(drafting))) == told(asyncio.run(answers(server)))
+    accepted = drafting.metric("novainfer_spec_decode_num_accepted_tokens_total")
+    assert 0 < accepted < drafting.metric("novainfer_spec_decode_num_draft_tokens_total")
