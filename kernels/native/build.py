@@ -1,7 +1,7 @@
 """Compiles the native kernels into a cache folder; `python -m kernels.native.build` does it ahead of time.
 
-One library per instruction set, in a folder named after the hash of the sources, the flags and torch's version, so that
-a stale one is never loaded. The compiler is not part of the name: an image without a compiler finds what was built when
+One library per instruction set, in a folder named after the hash of the sources and the flags, so that a stale one is
+never loaded. The compiler is not part of the name: an image without a compiler finds what was built when
 the image was made.
 """
 
@@ -14,11 +14,8 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
-
-import torch
 
 SOURCE_DIR = Path(__file__).parent
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -28,7 +25,7 @@ ISA_FLAGS = {"avx512bf16": (*_AVX512, "-mavx512bf16"), "avx512f": _AVX512, "avx2
 # products are spelled out: the compiler must not choose them.
 _FLAGS = (
     *("-std=c++17", "-O2", "-fno-tree-vectorize", "-ffp-contract=off", "-fno-math-errno"),
-    *("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-w"),
+    *("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-pthread", "-w"),
 )
 _PROBE = "probe"
 _COMPILE_TIMEOUT_S = 600
@@ -71,16 +68,6 @@ def library_path(name: str) -> Path:
     return library
 
 
-def openmp_library() -> Path | None:
-    """The OpenMP runtime that torch brought along. Linking another one would start a second, competing thread pool."""
-    root = Path(torch.__file__).parent
-    for folder in (root / "lib", root.parent / "torch.libs"):
-        for pattern in ("libgomp*", "libiomp5*", "libomp*"):
-            for library in sorted(folder.glob(pattern)):
-                return library
-    return None
-
-
 def _cache_dir() -> Path:
     root = os.environ.get("NOVAINFER_CACHE_DIR")
     return (Path(root) if root else Path.home() / ".cache" / "novainfer") / "native"
@@ -88,7 +75,7 @@ def _cache_dir() -> Path:
 
 def _build_key() -> str:
     digest = hashlib.sha256()
-    parts = (torch.__version__, str(openmp_library()), platform.machine(), repr(_FLAGS), repr(ISA_FLAGS))
+    parts = (platform.machine(), repr(_FLAGS), repr(ISA_FLAGS))
     digest.update("\n".join(parts).encode())
     for source in sorted((*SOURCE_DIR.glob("*.cpp"), *SOURCE_DIR.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -103,17 +90,6 @@ def _compiler() -> str:
     raise NativeBuildError("no C++ compiler found (set CXX, or install g++)")
 
 
-def _openmp_flags(compiler: str) -> tuple[list[str], list[str]]:
-    """(flags to compile with, flags to link with)."""
-    runtime = openmp_library()
-    if sys.platform == "darwin":
-        return ["-Xpreprocessor", "-fopenmp"], [] if runtime is None else [str(runtime), f"-Wl,-rpath,{runtime.parent}"]
-    is_clang = "clang" in _run([compiler, "--version"])
-    if runtime is None or (is_clang and "gomp" in runtime.name):  # Clang's code calls another runtime than GCC's
-        return ["-fopenmp"], ["-fopenmp"]
-    return ["-fopenmp"], [str(runtime), f"-Wl,-rpath,{runtime.parent}"]
-
-
 def _compile(name: str, library: Path) -> None:
     compiler = _compiler()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
@@ -121,10 +97,8 @@ def _compile(name: str, library: Path) -> None:
         if name == _PROBE:
             _run([compiler, "-O1", "-fPIC", "-shared", str(SOURCE_DIR / "probe.cpp"), "-o", str(output)])
         else:
-            compile_flags, link_flags = _openmp_flags(compiler)
-            source, unit = str(SOURCE_DIR / "isa.cpp"), str(Path(scratch) / "isa.o")
-            _run([compiler, *_FLAGS, *ISA_FLAGS[name], *compile_flags, f"-DNOVA_ISA={name}", "-c", source, "-o", unit])
-            _run([compiler, "-shared", unit, "-o", str(output), *link_flags])
+            source = str(SOURCE_DIR / "isa.cpp")
+            _run([compiler, *_FLAGS, *ISA_FLAGS[name], f"-DNOVA_ISA={name}", "-shared", source, "-o", str(output)])
         output.replace(library)
 
 

@@ -1,8 +1,9 @@
-// Work sharing over OpenMP threads, and scratch memory.
+// Work sharing over threads, and scratch memory.
 #pragma once
 
 #include <stdlib.h>
 
+#include "pool.h"
 #include "vec.h"
 
 namespace {
@@ -17,9 +18,8 @@ INLINE void parallel_for(long count, double work, long threads, const Body& body
         for (long i = 0; i < count; i++) body(i);
         return;
     }
-    const int team = (int)smaller(threads, count);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(team)
-    for (long i = 0; i < count; i++) body(i);
+    const auto call = [](const void* it, long i) { (*(const Body*)it)(i); };
+    Pool::get().run(count, smaller(threads, count), call, &body);
 }
 
 // The same over [0, count), handed out as runs [begin, end) of at least `grain` indices.

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from kernels.cpu_backend import CpuBackend
 from kernels.native import build
@@ -87,14 +86,3 @@ def test_instruction_set_when_named_by_environment_then_used(monkeypatch: pytest
 def test_instruction_set_that_does_not_exist_when_loaded_then_build_error() -> None:
     with pytest.raises(build.NativeBuildError, match="does not run 'avx1024'"):
         load_library("avx1024")
-
-
-def test_native_library_when_loaded_then_process_has_one_openmp_runtime() -> None:
-    assert load_library().isa in build.host_isas()
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        assert build.openmp_library() is not None
-        return
-    runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libiomp5" in line}
-    assert len(runtimes) == 1, runtimes
-    assert torch.get_num_threads() >= 1
