@@ -66,6 +66,56 @@ class Linear(Protocol):
         ...
 
 
+class Program(Protocol):
+    """A model's layers, recorded once over buffers of `capacity` tokens and run as one call for steps of up to so many.
+
+    The kernels do what those of `KernelBackend` do, with the same bits; outputs go into buffers that the caller names.
+    Every method raises ValueError on what it cannot take.
+    """
+
+    capacity: int
+
+    def buffer(self, name: str, width: int) -> Tensor:
+        """[capacity, width] in the program's dtype, to read and write; one for each name and width."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float) -> None:
+        """out = rms_norm(x); both [capacity, width], or in place [capacity, heads, width]."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float
+    ) -> None:
+        """residual += x; out = rms_norm(residual)."""
+        ...
+
+    def linear(self, linear: Linear, x: Tensor, out: Tensor) -> None:
+        """out = linear(x)."""
+        ...
+
+    def rotary(self, query: Tensor, key: Tensor, cos_sin: Tensor) -> None:
+        """Rotate query and key in place, at the step's positions."""
+        ...
+
+    def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+        """Into the step's slots."""
+        ...
+
+    def paged_attention(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, params: AttentionParams, out: Tensor
+    ) -> None:
+        """out = attention over the step's sequences."""
+        ...
+
+    def act_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
+        """out = act(gate) * up."""
+        ...
+
+    def run(self, positions: Tensor, slot_mapping: Tensor, metadata: AttentionMetadata) -> None:
+        """All of it, for one step's tokens. Raises IndexError for a position, slot or block that is not there."""
+        ...
+
+
 class KernelBackend(Protocol):
     """All kernels that a model step needs. Every method raises ValueError on shapes, dtypes or names it
     cannot take.
@@ -161,6 +211,10 @@ class KernelBackend(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """weight [N, K], bias [N] or None -> a callable; the caller may release the weight afterwards."""
+        ...
+
+    def program(self, capacity: int, dtype: torch.dtype) -> Program | None:
+        """An empty one; None where the backend has none to offer."""
         ...
 
     def find_drafts(

@@ -19,6 +19,7 @@ from kernels.linear.reference import TorchLinear
 from kernels.memory import lazy_zeros
 from kernels.native.build import NativeBuildError
 from kernels.native.library import DTYPES, NativeLibrary, load_library
+from kernels.native.program import NativeProgram
 from kernels.paged_attention import cpu as attention_cpu
 from kernels.paged_attention import reference as attention_reference
 from kernels.prompt_lookup import cpu as lookup_cpu
@@ -150,6 +151,10 @@ class CpuBackend:
         if self._library is None or weight.dtype not in DTYPES:
             return TorchLinear(weight, bias)
         return PackedLinear(self._library, weight, bias)
+
+    def program(self, capacity: int, dtype: torch.dtype) -> NativeProgram | None:
+        """One native call instead of a dozen a layer, each from Python."""
+        return None if self._library is None or dtype not in DTYPES else NativeProgram(self._library, capacity, dtype)
 
     def find_drafts(
         self, token_ids: npt.NDArray[np.int32], rows: IntArray, num_tokens: IntArray, most: IntArray

@@ -108,6 +108,9 @@ class ReferenceBackend:
         """Keeps the weight as it is."""
         return ReferenceLinear(weight, bias)
 
+    def program(self, capacity: int, dtype: torch.dtype) -> None:
+        """There is none."""
+
     def find_drafts(
         self, token_ids: npt.NDArray[np.int32], rows: IntArray, num_tokens: IntArray, most: IntArray
     ) -> IntArray:

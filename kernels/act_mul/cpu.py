@@ -21,19 +21,18 @@ class ActMulArguments(ctypes.Structure):
     ]
 
 
+def act_mul_arguments(gate_up: Tensor, out: Tensor, activation: str) -> ActMulArguments:
+    """For the kernel; the caller keeps the tensors."""
+    return ActMulArguments(
+        *(gate_up.data_ptr(), out.data_ptr(), gate_up.stride(0), DTYPES[gate_up.dtype]),
+        *(ACTIVATIONS.index(activation), *out.shape),
+    )
+
+
 def act_mul(library: NativeLibrary, gate_up: Tensor, activation: str) -> Tensor:
     """gate_up [num_tokens, 2 * width], gate first -> [num_tokens, width], computed in fp32, rounded once."""
     width = check_act_mul(gate_up, activation)
-    rows = gate_up.shape[0]
-    out = torch.empty((rows, width), dtype=gate_up.dtype)
-    arguments = ActMulArguments(
-        gate_up.data_ptr(),
-        out.data_ptr(),
-        gate_up.stride(0),
-        DTYPES[gate_up.dtype],
-        ACTIVATIONS.index(activation),
-        rows,
-        width,
-    )
+    out = torch.empty((gate_up.shape[0], width), dtype=gate_up.dtype)
+    arguments = act_mul_arguments(gate_up, out, activation)
     library.act_mul(ctypes.addressof(arguments), torch.get_num_threads())
     return out

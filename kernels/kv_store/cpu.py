@@ -65,6 +65,21 @@ def cache_geometry(value_cache: Tensor) -> tuple[int, int, int, int]:
     return num_blocks, panels * LANES, num_kv_heads, value_cache.shape[4]
 
 
+def store_arguments(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> KvStoreArguments:
+    """For the kernel, but for the slots; the caller keeps the tensors."""
+    num_blocks, block_size, _, padded_dim = cache_geometry(value_cache)
+    return KvStoreArguments(
+        *(key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), 0),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        DTYPES[key.dtype],
+        *key.shape,
+        padded_dim,
+        block_size,
+        num_blocks * block_size,
+    )
+
+
 def store_kv(
     library: NativeLibrary,
     key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
@@ -84,21 +99,7 @@ def store_kv(
     check_dtype("key", key, key_cache.dtype)
     check_dtype("value", value, value_cache.dtype)
     key, value, slots = last_dim_contiguous(key), last_dim_contiguous(value), slot_mapping.contiguous()
-    arguments = KvStoreArguments(
-        key.data_ptr(),
-        value.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        slots.data_ptr(),
-        *key.stride()[:2],
-        *value.stride()[:2],
-        DTYPES[key.dtype],
-        num_tokens,
-        num_kv_heads,
-        head_dim,
-        padded_dim,
-        block_size,
-        num_blocks * block_size,
-    )
+    arguments = store_arguments(key, value, key_cache, value_cache)
+    arguments.slots = slots.data_ptr()
     if library.store_kv(ctypes.addressof(arguments), torch.get_num_threads()):
         raise IndexError(f"a slot lies outside the cache of {num_blocks} blocks of {block_size}")

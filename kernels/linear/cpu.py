@@ -52,6 +52,11 @@ class PackedLinear:
         }
         self._addresses = {dtype: ctypes.addressof(struct) for dtype, struct in self._arguments.items()}
 
+    @property
+    def arguments(self) -> LinearArguments:
+        """The kernel's, for an output in the weight's dtype; they live as long as this object."""
+        return self._arguments[self.dtype]
+
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] in the weight's dtype -> [M, N] in out_dtype, float32 or by default x's dtype."""
         if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype is not self.dtype:

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "kv_store.h"
 #include "linear.h"
+#include "program.h"
 #include "prompt_lookup.h"
 #include "rowwise.h"
 #include "sampling.h"
@@ -57,6 +58,11 @@ EXPORT(rotary)(const RotaryArguments* args, int64_t threads) {
 EXPORT(act_mul)(const ActMulArguments* args, int64_t threads) {
     BY_DTYPE(args->dtype, act_mul<T>(*args, threads));
     return 0;
+}
+
+// Returns how many of the operations ran.
+EXPORT(run_program)(const Operation* operations, int64_t count, const StepInputs* step, int64_t dtype, int64_t threads) {
+    BY_DTYPE(dtype, return run_program<T>(operations, count, *step, threads));
 }
 
 EXPORT(find_drafts)(const LookupArguments* args, int64_t threads) {

@@ -26,6 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rotary": (_POINTER, _INTEGER),
     "act_mul": (_POINTER, _INTEGER),
     "sample": (_POINTER, _INTEGER),
+    "run_program": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
     "find_drafts": (_POINTER, _INTEGER),
 }
 
@@ -47,6 +48,7 @@ class NativeLibrary:
         self.rotary = self._function("rotary")
         self.act_mul = self._function("act_mul")
         self.sample = self._function("sample")
+        self.run_program = self._function("run_program")
         self.find_drafts = self._function("find_drafts")
 
     def _function(self, name: str) -> Callable[..., int]:

@@ -27,6 +27,22 @@ class AttentionArguments(ctypes.Structure):
     ]
 
 
+def attention_arguments(
+    query: Tensor, out: Tensor, key_cache: Tensor, value_cache: Tensor, params: AttentionParams
+) -> AttentionArguments:
+    """For the kernel, but for the sequences; the caller keeps the tensors."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_blocks, block_size, num_kv_heads, padded_dim = cache_geometry(value_cache)
+    return AttentionArguments(
+        *(query.data_ptr(), out.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), 0, 0, 0),
+        *query.stride()[:2],
+        *out.stride()[:2],
+        *(0, 0, DTYPES[query.dtype], num_tokens, 0, num_heads, num_kv_heads),
+        *(head_dim, padded_dim, num_blocks, block_size, params.sliding_window or 0),
+        *(params.scale, params.soft_cap or 0.0),
+    )
+
+
 def paged_attention(
     library: NativeLibrary,
     query: Tensor,  # [num_tokens, num_heads, head_dim]
@@ -41,8 +57,8 @@ def paged_attention(
     Raises IndexError if a sequence sees a block that the cache does not have.
     """
     num_tokens, num_heads, head_dim = query.shape
-    num_blocks, block_size, num_kv_heads, padded_dim = cache_geometry(value_cache)
-    if not _usual(metadata):
+    _, _, num_kv_heads, padded_dim = cache_geometry(value_cache)
+    if not is_usual(metadata):
         check_metadata(metadata, num_tokens)
     check_dtype("query", query, key_cache.dtype)
     if num_heads % num_kv_heads or not padded_dim - LANES < head_dim <= padded_dim:
@@ -53,32 +69,13 @@ def paged_attention(
         raise ValueError(f"sliding_window must be at least 1, got {params.sliding_window}")
     query = last_dim_contiguous(query)
     out = _output(query, out)
-    table = metadata.block_table
-    arguments = AttentionArguments(
-        query.data_ptr(),
-        out.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        metadata.query_start_loc.data_ptr(),
-        metadata.seq_lens.data_ptr(),
-        table.data_ptr(),
-        *query.stride()[:2],
-        *out.stride()[:2],
-        table.stride(0),
-        table.shape[1],
-        DTYPES[query.dtype],
-        num_tokens,
-        metadata.seq_lens.shape[0],
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        padded_dim,
-        num_blocks,
-        block_size,
-        params.sliding_window or 0,
-        params.scale,
-        params.soft_cap or 0.0,
-    )
+    arguments = attention_arguments(query, out, key_cache, value_cache, params)
+    arguments.query_start_loc = metadata.query_start_loc.data_ptr()
+    arguments.seq_lens = metadata.seq_lens.data_ptr()
+    arguments.block_table = metadata.block_table.data_ptr()
+    arguments.table_stride = metadata.block_table.stride(0)
+    arguments.table_width = metadata.block_table.shape[1]
+    arguments.num_seqs = metadata.seq_lens.shape[0]
     if library.paged_attention(ctypes.addressof(arguments), torch.get_num_threads()):
         raise IndexError(
             "a sequence has more rows than the query, or fewer blocks than its length, or a block outside the cache"
@@ -96,7 +93,7 @@ def _output(query: Tensor, out: Tensor | None) -> Tensor:
     return out
 
 
-def _usual(metadata: AttentionMetadata) -> bool:
+def is_usual(metadata: AttentionMetadata) -> bool:
     """A quick look that complete metadata passes; the check that explains faults takes longer than a short decode."""
     starts, lengths, table = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
     return (

@@ -21,6 +21,27 @@ class NormArguments(ctypes.Structure):
     ]
 
 
+def norm_arguments(
+    x: Tensor,  # [rows, hidden]
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    weight_offset: float,
+    residual: Tensor | None = None,  # [rows, hidden]
+    total: Tensor | None = None,
+) -> NormArguments:
+    """For the kernel; the caller keeps the tensors."""
+    return NormArguments(
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        0 if total is None else total.data_ptr(),
+        *(x.stride(0), 0 if residual is None else residual.stride(0), DTYPES[x.dtype], *x.shape),
+        *(eps, weight_offset),
+    )
+
+
 def rms_norm(library: NativeLibrary, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """x [..., hidden], weight [hidden] of x's dtype -> norm(x) * (weight_offset + weight)."""
     if not _fits(x, weight):
@@ -29,11 +50,7 @@ def rms_norm(library: NativeLibrary, x: Tensor, weight: Tensor, eps: float, weig
         weight = weight.contiguous()
     rows = _as_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype)
-    arguments = NormArguments(
-        *(rows.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0),
-        *(rows.stride(0), 0, DTYPES[x.dtype], *rows.shape),
-        *(eps, weight_offset),
-    )
+    arguments = norm_arguments(rows, weight, out, eps, weight_offset)
     library.rms_norm(ctypes.addressof(arguments), torch.get_num_threads())
     return out
 
@@ -48,11 +65,7 @@ def add_rms_norm(
         weight = weight.contiguous()
     rows, added = _as_rows(x), _as_rows(residual)
     out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
-    arguments = NormArguments(
-        *(rows.data_ptr(), added.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr()),
-        *(rows.stride(0), added.stride(0), DTYPES[x.dtype], *rows.shape),
-        *(eps, weight_offset),
-    )
+    arguments = norm_arguments(rows, weight, out, eps, weight_offset, added, total)
     library.rms_norm(ctypes.addressof(arguments), torch.get_num_threads())
     return out, total
 

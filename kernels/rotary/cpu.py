@@ -22,6 +22,21 @@ class RotaryArguments(ctypes.Structure):
     ]
 
 
+def rotary_arguments(query: Tensor, key: Tensor, cos_sin: Tensor) -> RotaryArguments:
+    """For the kernel, but for the positions; the caller keeps the tensors."""
+    return RotaryArguments(
+        *(query.data_ptr(), key.data_ptr(), 0, cos_sin.data_ptr()),
+        *query.stride()[:2],
+        *key.stride()[:2],
+        DTYPES[query.dtype],
+        query.shape[0],
+        query.shape[1],
+        key.shape[1],
+        cos_sin.shape[0],
+        cos_sin.shape[2],
+    )
+
+
 def rotary(
     library: NativeLibrary,
     query: Tensor,  # [num_tokens, num_heads, head_dim]
@@ -30,22 +45,10 @@ def rotary(
     cos_sin: Tensor,  # [max_position, 2, rotary_dim // 2] float32
 ) -> None:
     """Rotate the first rotary_dim elements of every head, in place. Raises IndexError on a position without a row."""
-    half = check_rotary(query, key, positions, cos_sin)
+    check_rotary(query, key, positions, cos_sin)
     check_dtype("query", query, *DTYPES)
     positions, cos_sin = positions.contiguous(), cos_sin.contiguous()
-    arguments = RotaryArguments(
-        query.data_ptr(),
-        key.data_ptr(),
-        positions.data_ptr(),
-        cos_sin.data_ptr(),
-        *query.stride()[:2],
-        *key.stride()[:2],
-        DTYPES[query.dtype],
-        query.shape[0],
-        query.shape[1],
-        key.shape[1],
-        cos_sin.shape[0],
-        half,
-    )
+    arguments = rotary_arguments(query, key, cos_sin)
+    arguments.positions = positions.data_ptr()
     if library.rotary(ctypes.addressof(arguments), torch.get_num_threads()):
         raise IndexError(f"a position lies outside the {cos_sin.shape[0]} rows of cos_sin")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionParams, KernelBackend
+from kernels.backend import AttentionParams, KernelBackend, Program
 from novainfer.errors import UnsupportedModelError
 from workers.layers.build import LayerBuilder, RowSlice
 from workers.layers.norm import AllHeadsNorm, RmsNorm
@@ -16,7 +15,7 @@ from workers.models.base import ForwardBatch
 from workers.models.spec import DecoderSpec
 from workers.tensor_parallel import TensorParallel
 
-HeadNorm = Callable[[Tensor], Tensor]  # [T, heads, head_dim] -> the same
+HeadNorm = RmsNorm | AllHeadsNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,24 @@ class Attention:
         self._kernels.store_kv(key, value, key_cache, value_cache, batch.slot_mapping)
         attended = self._kernels.paged_attention(query, key_cache, value_cache, batch.metadata, self._params)
         return self._output(attended.flatten(1))
+
+    def record(self, program: Program, x: Tensor, out: Tensor, kv_cache: tuple[Tensor, Tensor]) -> None:
+        """The call, for `program`. Raises ValueError for norms over the heads of all ranks."""
+        num_heads, num_kv_heads, head_dim = self._shard.num_heads, self._shard.num_kv_heads, self._head_dim
+        qkv = program.buffer("qkv", (num_heads + 2 * num_kv_heads) * head_dim)
+        program.linear(self._qkv, x, qkv)
+        heads = qkv.view(program.capacity, -1, head_dim)
+        query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        for norm, part in ((self._query_norm, query), (self._key_norm, key)):
+            if isinstance(norm, AllHeadsNorm):
+                raise ValueError("a norm over the heads of all ranks cannot be recorded")
+            if norm is not None:
+                norm.record(program, part, part)
+        program.rotary(query, key, self._cos_sin)
+        program.store_kv(key, value, *kv_cache)
+        attended = program.buffer("attended", num_heads * head_dim)
+        program.paged_attention(query, *kv_cache, self._params, attended.view(program.capacity, num_heads, head_dim))
+        self._output.record(program, attended, out)
 
 
 def _qkv_slices(spec: DecoderSpec, shard: HeadShard, name: str) -> list[RowSlice]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backend import KernelBackend, Linear
+from kernels.backend import KernelBackend, Linear, Program
 from workers.tensor_parallel import TensorParallel
 from workers.weights import WeightReader
 
@@ -76,3 +76,9 @@ class RowParallelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in_features / ranks] -> [T, out_features], the same on every rank."""
         return self._tp.all_reduce(self._linear(x))
+
+    def record(self, program: Program, x: Tensor, out: Tensor) -> None:
+        """The call, for `program`. Raises ValueError where ranks have to add up."""
+        if self._tp.world_size > 1:
+            raise ValueError("a sum over ranks cannot be recorded")
+        program.linear(self._linear, x, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.backend import Program
 from workers.layers.build import LayerBuilder, RowSlice
 from workers.models.spec import DecoderSpec, MlpSpec
 
@@ -26,7 +27,15 @@ class Mlp:
         self._down = build.row_parallel_linear(f"{name}.down_proj", size, spec.hidden_size, spec.mlp_bias)
         self._kernels = build.kernels
         self._activation = mlp.activation
+        self._width = rows.stop - rows.start  # features of this rank
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         return self._down(self._kernels.act_mul(self._gate_up(x), self._activation))
+
+    def record(self, program: Program, x: Tensor, out: Tensor) -> None:
+        """The call, for `program`."""
+        gate_up, act = program.buffer("gate_up", 2 * self._width), program.buffer("act", self._width)
+        program.linear(self._gate_up, x, gate_up)
+        program.act_mul(gate_up, self._activation, act)
+        self._down.record(program, act, out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.backend import KernelBackend
+from kernels.backend import KernelBackend, Program
 from workers.tensor_parallel import TensorParallel
 
 
@@ -24,6 +24,14 @@ class RmsNorm:
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual)."""
         return self._kernels.add_rms_norm(x, residual, self._weight, self._eps, self._weight_offset)
+
+    def record(self, program: Program, x: Tensor, out: Tensor) -> None:
+        """The call, for `program`."""
+        program.rms_norm(x, self._weight, out, self._eps, self._weight_offset)
+
+    def record_add(self, program: Program, x: Tensor, residual: Tensor, out: Tensor) -> None:
+        """`add`, with the sum in the place of the residual."""
+        program.add_rms_norm(x, residual, self._weight, out, self._eps, self._weight_offset)
 
 
 class AllHeadsNorm:

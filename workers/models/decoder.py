@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.backend import Program
 from workers.layers.attention import Attention, HeadShard
 from workers.layers.build import LayerBuilder
 from workers.layers.embedding import VocabEmbedding, VocabProjection, load_vocab_rows
@@ -13,6 +14,7 @@ from workers.layers.moe import MixtureOfExperts
 from workers.layers.norm import RmsNorm
 from workers.layers.rotary import rotary_table
 from workers.models.base import ForwardBatch, KvCaches
+from workers.models.program import LayerProgram, Place, record_layers
 from workers.models.spec import DecoderSpec, MoeSpec
 
 
@@ -31,15 +33,28 @@ class Decoder:
         ]
         self._norm = _norm(build, spec, f"{spec.prefix}norm")
         self._head = _load_head(build, spec, embedding_rows)
+        self._kernels = build.kernels
+        self._recorded: tuple[KvCaches, LayerProgram | None] | None = None
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
         """input_ids, positions [T] -> hidden states [T, hidden] after the final norm."""
         residual = self._embedding(input_ids)
+        program = self._program_for(kv_caches)
+        if program is not None and len(residual) <= program.capacity:
+            hidden = program(residual, positions, batch)
+            self.layers_done += len(self._layers)
+            return hidden
         update: Tensor | None = None
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
             residual, update = layer(residual, update, positions, batch, kv_cache)
             self.layers_done += 1
         return _next_input(self._norm, residual, update)[0]
+
+    def _program_for(self, kv_caches: KvCaches) -> LayerProgram | None:
+        """The layers over these caches as one call, recorded at first; None if they cannot be."""
+        if self._recorded is None or self._recorded[0] is not kv_caches:
+            self._recorded = (kv_caches, record_layers(self._kernels, self._layers, self._norm, self.spec, kv_caches))
+        return self._recorded[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] float32."""
@@ -84,6 +99,17 @@ class DecoderLayer:
         update = self._finish(self._attention(x, positions, batch, kv_cache), self._after_attention)
         x, residual = _next_input(self._before_mlp, residual, update)
         return residual, self._finish(self._mlp(x), self._after_mlp)
+
+    def record(self, program: Program, place: Place, kv_cache: tuple[Tensor, Tensor], *, is_first: bool) -> None:
+        """The call, for `program`. Raises ValueError if it has a part that cannot be recorded."""
+        if self._residual_multiplier != 1.0 or not isinstance(self._mlp, Mlp):
+            raise ValueError("a scaled residual or a mixture of experts cannot be recorded")
+        place.next_input(program, self._before_attention, has_update=not is_first)
+        self._attention.record(program, place.x, place.update, kv_cache)
+        place.norm_update(program, self._after_attention)
+        place.next_input(program, self._before_mlp, has_update=True)
+        self._mlp.record(program, place.x, place.update)
+        place.norm_update(program, self._after_mlp)
 
     def _finish(self, update: Tensor, norm: RmsNorm | None) -> Tensor:
         if norm is not None:

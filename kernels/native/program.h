@@ -1,0 +1,102 @@
+// The layers of a step as one list of operations, so that hundreds of small kernels cost one call.
+//
+// Operations name buffers that stay where they are. What changes with the step stands in StepInputs and is put into a copy
+// of each operation's arguments when its turn comes.
+#pragma once
+
+#include "attention.h"
+#include "kv_store.h"
+#include "linear.h"
+#include "rowwise.h"
+
+// Mirrored by `kernels.native.program.StepInputs`.
+struct StepInputs {
+    const int64_t *positions, *slots;    // [num_tokens]
+    const int32_t* query_start_loc;      // [num_seqs + 1]
+    const int32_t* seq_lens;             // [num_seqs]
+    const int32_t* block_table;          // [num_seqs, table_stride]
+    int64_t num_tokens, num_seqs, table_stride, table_width;
+};
+
+// Mirrored by `kernels.native.program.Operation`. `arguments` are those of the kernel; x and y those of a linear layer.
+// rows: of a norm, for each token, where they are not one; the tokens then lie token_stride elements apart.
+struct Operation {
+    int64_t kind;
+    const void *arguments, *x;
+    void* y;
+    int64_t x_stride, rows, token_stride;
+};
+
+namespace {
+
+enum OperationKind { kNormOp, kLinearOp, kRotaryOp, kStoreKvOp, kAttentionOp, kActMulOp };  // as `kernels.native.program` has them
+
+template <class T>
+void norm_heads(NormArguments args, const Operation& operation, long num_tokens) {
+    args.rows = operation.rows;
+    const T* x = (const T*)args.x;
+    T* out = (T*)args.out;
+    for (long token = 0; token < num_tokens; token++) {
+        args.x = x + token * operation.token_stride;
+        args.out = out + token * operation.token_stride;
+        rms_norm<T>(args, 1);
+    }
+}
+
+// False if an index in the step's inputs points outside its table.
+template <class T>
+bool run_operation(const Operation& operation, const StepInputs& step, long threads) {
+    switch (operation.kind) {
+        case kNormOp: {
+            NormArguments args = *(const NormArguments*)operation.arguments;
+            args.rows = step.num_tokens;
+            operation.rows > 0 ? norm_heads<T>(args, operation, step.num_tokens) : rms_norm<T>(args, threads);
+            return true;
+        }
+        case kLinearOp: {
+            const LinearArguments& args = *(const LinearArguments*)operation.arguments;
+            linear(args, (const T*)operation.x, operation.x_stride, operation.y, step.num_tokens, threads);
+            return true;
+        }
+        case kRotaryOp: {
+            RotaryArguments args = *(const RotaryArguments*)operation.arguments;
+            args.positions = step.positions;
+            args.num_tokens = step.num_tokens;
+            return rotary<T>(args, threads);
+        }
+        case kStoreKvOp: {
+            KvStoreArguments args = *(const KvStoreArguments*)operation.arguments;
+            args.slots = step.slots;
+            args.num_tokens = step.num_tokens;
+            return store_kv<T>(args, threads);
+        }
+        case kAttentionOp: {
+            AttentionArguments args = *(const AttentionArguments*)operation.arguments;
+            args.query_start_loc = step.query_start_loc;
+            args.seq_lens = step.seq_lens;
+            args.block_table = step.block_table;
+            args.table_stride = step.table_stride;
+            args.table_width = step.table_width;
+            args.num_tokens = step.num_tokens;
+            args.num_seqs = step.num_seqs;
+            return paged_attention<T>(args, threads);
+        }
+        default: {
+            ActMulArguments args = *(const ActMulArguments*)operation.arguments;
+            args.rows = step.num_tokens;
+            act_mul<T>(args, threads);
+            return true;
+        }
+    }
+}
+
+// Returns how many operations ran: all, unless one found an index outside its table.
+template <class T>
+long run_program(const Operation* operations, long count, const StepInputs& step, long threads) {
+    for (long i = 0; i < count; i++) {
+        if (!run_operation<T>(operations[i], step, threads)) return i;
+    }
+    return count;
+}
+
+}  // namespace
