@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from kernels.native.program import NativeProgram
 from tests.parity.builders import build_checkpoint
 from tests.parity.harness import load, paged_greedy, ragged_prompts
+from workers.models import decoder
 
 pytestmark = pytest.mark.stage0
 
@@ -28,6 +32,29 @@ def test_model_given_any_batch_and_chunking_when_decoded_then_logprobs_have_the_
         assert together.logprobs == [generation.logprobs[0] for generation in alone]
     token_by_token = paged_greedy(model, kernels, [prompts[5]], NUM_TOKENS, budget=1)
     assert token_by_token == alone[5]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "is_recorded"),
+    [("qwen3", True), ("gemma2", True), ("gemma3", True), ("olmo2", False), ("qwen3_moe", False)],
+)
+def test_model_given_layers_recorded_as_one_call_when_run_then_they_have_the_bits_of_each_called_by_itself(
+    name: str, is_recorded: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, prompts = build_checkpoint(name, tmp_path / name), ragged_prompts()
+    runs: list[int] = []
+    run = NativeProgram.run
+
+    def counted(self: NativeProgram, positions: Tensor, *arguments: Any) -> None:
+        runs.append(len(positions))
+        run(self, positions, *arguments)
+
+    monkeypatch.setattr(NativeProgram, "run", counted)
+    together = paged_greedy(*load(checkpoint, dtype=dtype), prompts, NUM_TOKENS, 16)
+    assert bool(runs) == is_recorded
+    monkeypatch.setattr(decoder, "record_layers", lambda *arguments: None)
+    assert paged_greedy(*load(checkpoint, dtype=dtype), prompts, NUM_TOKENS, 16) == together
 
 
 def test_transformers_model_given_any_batch_when_decoded_then_logprobs_have_the_same_bits(tmp_path: Path) -> None:
