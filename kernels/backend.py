@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.linear.schemes import WeightScheme
+
 IntArray = npt.NDArray[np.int64]
 
 BACKEND_NAMES = ("cpu", "triton", "reference")
@@ -209,8 +211,11 @@ class KernelBackend(Protocol):
         """gate_up [T, 2 * I], gate first -> act(gate) * up [T, I]; fp32, rounded once; activation in ACTIVATIONS."""
         ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """weight [N, K], bias [N] or None -> a callable; the caller may release the weight afterwards."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
+        """weight [N, K], bias [N] or None -> a callable; the caller may release the weight afterwards.
+
+        With a scheme the weight is quantised. Raises ValueError if the backend cannot multiply by such weights.
+        """
         ...
 
     def program(self, capacity: int, dtype: torch.dtype) -> Program | None:

@@ -15,7 +15,9 @@ from kernels.backend import AttentionMetadata, AttentionParams, IntArray, Sampli
 from kernels.kv_store import cpu as kv_cpu
 from kernels.kv_store import reference as kv_reference
 from kernels.linear.cpu import PackedLinear
-from kernels.linear.reference import TorchLinear
+from kernels.linear.quantized import QuantizedLinear
+from kernels.linear.reference import DequantizedLinear, TorchLinear
+from kernels.linear.schemes import WeightScheme
 from kernels.memory import lazy_zeros
 from kernels.native.build import NativeBuildError
 from kernels.native.library import DTYPES, NativeLibrary, load_library
@@ -146,11 +148,15 @@ class CpuBackend:
             return act_mul_reference.act_mul(gate_up, activation)
         return act_mul_cpu.act_mul(self._library, gate_up, activation)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear | TorchLinear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None
+    ) -> PackedLinear | QuantizedLinear | TorchLinear | DequantizedLinear:
         """Packs the weight; the originals may be released."""
         if self._library is None or weight.dtype not in DTYPES:
-            return TorchLinear(weight, bias)
-        return PackedLinear(self._library, weight, bias)
+            return TorchLinear(weight, bias) if scheme is None else DequantizedLinear(TorchLinear, weight, bias, scheme)
+        if scheme is None:
+            return PackedLinear(self._library, weight, bias)
+        return QuantizedLinear(self._library, weight, bias, scheme=scheme)
 
     def program(self, capacity: int, dtype: torch.dtype) -> NativeProgram | None:
         """One native call instead of a dozen a layer, each from Python."""

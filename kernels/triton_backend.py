@@ -150,8 +150,10 @@ class TritonBackend:
         checks.check_act_mul(gate_up, activation)
         return act_mul(gate_up, activation)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Keeps the weight as it is."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
+        """Keeps the weight as it is; there are no quantised ones."""
+        if scheme is not None:
+            raise ValueError(f"kernel backend 'triton' has no {scheme.name} weights")
         return TorchLinear(weight, bias)
 
     def program(self, capacity: int, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,33 +25,31 @@ class LinearArguments(ctypes.Structure):
     ]
 
 
-class PackedLinear:
+class NativeLinear:
     """x [M, K] -> x @ weight.T + bias [M, N], summed in fp32 in the order of K and rounded once.
 
     Holds a packed copy of the weight and a copy of the bias: the originals may be released.
     """
 
-    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight [N, K] in bf16, fp16 or fp32 (a view of a larger one will do), bias [N] in any of them."""
-        check_linear(weight, bias)
-        check_dtype("weight", weight, *DTYPES)
-        weight = last_dim_contiguous(weight.detach())
-        self.out_features, self.in_features = n, k = weight.shape
+    def __init__(self, function: Callable[..., int], weight: Tensor, packed: Tensor, bias: Tensor | None) -> None:
+        """function: the kernel; packed: the memory for what it reads in place of weight [N, K]."""
+        self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self._packed = torch.empty(-(-n // LANES), *panel_shape(k, LANES, weight.dtype), dtype=weight.dtype)
+        self.weight_nbytes = packed.nbytes
+        self._function = function
+        self._packed = packed
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
-        self.weight_nbytes = self._packed.nbytes
-        code = DTYPES[weight.dtype]
-        library.pack_linear(
-            weight.data_ptr(), self._packed.data_ptr(), n, k, weight.stride(0), code, torch.get_num_threads()
-        )
-        self._run = library.linear
-        bias_pointer = 0 if self._bias is None else self._bias.data_ptr()
-        self._arguments = {
-            dtype: LinearArguments(self._packed.data_ptr(), bias_pointer, n, k, code, DTYPES[dtype])
-            for dtype in (weight.dtype, torch.float32)
-        }
-        self._addresses = {dtype: ctypes.addressof(struct) for dtype, struct in self._arguments.items()}
+        self._structs: dict[torch.dtype, ctypes.Structure] = {}
+        self._addresses: dict[torch.dtype, int] = {}
+
+    def _pass(self, make: Callable[[LinearArguments], ctypes.Structure]) -> int:
+        """Keep the kernel's arguments, made of a layer's, for every type of result; the address of one of them."""
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        numbers = (self._packed.data_ptr(), bias, self.out_features, self.in_features, DTYPES[self.dtype])
+        for dtype in (self.dtype, torch.float32):
+            self._structs[dtype] = make(LinearArguments(*numbers, DTYPES[dtype]))
+            self._addresses[dtype] = ctypes.addressof(self._structs[dtype])
+        return self._addresses[self.dtype]
 
     @property
     def arguments(self) -> LinearArguments:
@@ -68,5 +67,23 @@ class PackedLinear:
             x = x.contiguous()
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=dtype)
-        self._run(self._addresses[dtype], x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
+        self._function(self._addresses[dtype], x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
         return out
+
+
+class PackedLinear(NativeLinear):
+    """The weight as it is."""
+
+    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight [N, K] in bf16, fp16 or fp32 (a view of a larger one will do), bias [N] in any of them."""
+        check_linear(weight, bias)
+        check_dtype("weight", weight, *DTYPES)
+        weight = last_dim_contiguous(weight.detach())
+        n, k = weight.shape
+        packed = torch.empty(-(-n // LANES), *panel_shape(k, LANES, weight.dtype), dtype=weight.dtype)
+        super().__init__(library.linear, weight, packed, bias)
+        self._pass(lambda layer: layer)
+        code = DTYPES[weight.dtype]
+        library.pack_linear(
+            weight.data_ptr(), packed.data_ptr(), n, k, weight.stride(0), code, torch.get_num_threads()
+        )

@@ -1,12 +1,19 @@
-"""Linear layer in plain torch, for processors or element types without a native kernel."""
+"""Linear layers and their quantisation in plain torch, for processors or element types without a native kernel."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import check_linear, check_shape
+from kernels.linear.schemes import WeightScheme
+
+_CANDIDATES = tuple(-7.0 - 0.25 * i for i in range(16))  # for the integer that the largest weight of a group becomes
+_SMALLEST_WEIGHT = 1e-18  # a group that holds nothing larger becomes zero: squares would underflow
+_ROWS_AT_ONCE = 1024  # bounds the memory that quantising takes
 
 
 class TorchLinear:
@@ -26,3 +33,70 @@ class TorchLinear:
             return F.linear(x, self._weight, self._bias)
         bias = None if self._bias is None else self._bias.to(out_dtype)
         return F.linear(x.to(out_dtype), self._weight.to(out_dtype), bias)
+
+
+class DequantizedLinear:
+    """A quantised layer that holds its weights in fp32: right to the last rounding, but no smaller than before."""
+
+    def __init__(
+        self,
+        make: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]],
+        weight: Tensor,
+        bias: Tensor | None,
+        scheme: WeightScheme,
+    ) -> None:
+        """make: the linear layer in fp32 that is to multiply."""
+        check_linear(weight, bias)
+        wide_weight = dequantize(*quantize(weight, scheme), scheme)
+        self._linear = make(wide_weight, None if bias is None else bias.float())
+        self.out_features, self.in_features = weight.shape
+        self.weight_nbytes = wide_weight.nbytes
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [M, K] -> [M, N] in out_dtype, by default x's."""
+        return self._linear(x.float()).to(out_dtype or x.dtype)
+
+
+def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> integers [N, K] int8, scales [N, groups] bf16: the definition of what every backend does.
+
+    A scale is NaN where its group holds a number that is not finite.
+    """
+    parts = [_quantize(rows.float(), scheme) for rows in weight.split(_ROWS_AT_ONCE)]
+    integers, scales = zip(*parts, strict=True)
+    return torch.cat(integers), torch.cat(scales)
+
+
+def dequantize(integers: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
+    """The weights that a quantised layer stands for: [N, K] float32, exactly."""
+    return integers.float() * scales.float().repeat_interleave(scheme.group, dim=1)[:, : integers.shape[1]]
+
+
+def _quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
+    rows, columns = weight.shape
+    groups = F.pad(weight, (0, -columns % scheme.group)).view(rows, -1, scheme.group)
+    at = groups.nan_to_num(0.0, 0.0, 0.0).abs().argmax(-1, keepdim=True)
+    largest = groups.gather(-1, at)
+    usable = largest.abs() > _SMALLEST_WEIGHT
+    largest = largest.where(usable, 1.0)
+    found = largest.abs() / scheme.highest if scheme.bits == 8 else _search(groups, largest, scheme)
+    scales = found.where(usable, 0.0).bfloat16()
+    integers = (groups / scales.float()).where(usable, 0.0).round().clamp(scheme.lowest, scheme.highest)
+    scales = scales + (groups * 0.0).sum(-1, keepdim=True).bfloat16()
+    return integers.nan_to_num(0.0).to(torch.int8).flatten(1)[:, :columns], scales.squeeze(-1)
+
+
+def _search(groups: Tensor, largest: Tensor, scheme: WeightScheme) -> Tensor:
+    """A scale for each group of [N, groups, group] whose largest weight is `largest`: [N, groups, 1].
+
+    The largest weight becomes about -8, which is why a scale may be negative. Of several steps around that, some of which
+    clip, the one whose integers, times the scale that suits them best, leave the smallest squared error.
+    """
+    best_gain, best_scale = torch.full_like(largest, -1.0), torch.zeros_like(largest)
+    for candidate in _CANDIDATES:
+        integers = (groups * (candidate / largest)).round().clamp(scheme.lowest, scheme.highest)
+        products, squares = (groups * integers).sum(-1, keepdim=True), (integers * integers).sum(-1, keepdim=True)
+        gain = products * products / squares  # by so much this takes away from the squared error
+        better = gain > best_gain
+        best_gain, best_scale = gain.where(better, best_gain), (products / squares).where(better, best_scale)
+    return best_scale

@@ -4,6 +4,8 @@
 #include "linear.h"
 #include "program.h"
 #include "prompt_lookup.h"
+#include "quantize.h"
+#include "quantized.h"
 #include "rowwise.h"
 #include "sampling.h"
 
@@ -35,6 +37,16 @@ EXPORT(pack_linear)(const void* weight, void* packed, int64_t n, int64_t k, int6
 
 EXPORT(linear)(const LinearArguments* args, const void* x, int64_t x_stride, void* y, int64_t m, int64_t threads) {
     BY_DTYPE(args->dtype, linear(*args, (const T*)x, x_stride, y, m, threads));
+    return 0;
+}
+
+EXPORT(quantize)(const QuantizedArguments* args, const void* weight, int64_t row_stride, int64_t threads) {
+    BY_DTYPE(args->layer.dtype, quantize(*args, (const T*)weight, row_stride, threads));
+    return 0;
+}
+
+EXPORT(quantized_linear)(const QuantizedArguments* args, const void* x, int64_t x_stride, void* y, int64_t m, int64_t threads) {
+    BY_DTYPE(args->layer.dtype, quantized_linear(*args, (const T*)x, x_stride, y, m, threads));
     return 0;
 }
 

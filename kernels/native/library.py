@@ -20,6 +20,8 @@ _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack_linear": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
+    "quantize": (_POINTER, _POINTER, _INTEGER, _INTEGER),
+    "quantized_linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
     "store_kv": (_POINTER, _INTEGER),
     "paged_attention": (_POINTER, _INTEGER),
     "rms_norm": (_POINTER, _INTEGER),
@@ -42,6 +44,8 @@ class NativeLibrary:
         self._library = ctypes.CDLL(str(library_path(isa)))
         self.pack_linear = self._function("pack_linear")
         self.linear = self._function("linear")
+        self.quantize = self._function("quantize")
+        self.quantized_linear = self._function("quantized_linear")
         self.store_kv = self._function("store_kv")
         self.paged_attention = self._function("paged_attention")
         self.rms_norm = self._function("rms_norm")

@@ -41,22 +41,93 @@ void pack_linear(const T* weight, T* packed, long n, long k, long row_stride, lo
     });
 }
 
+// A tile is some rows of x and all of the weight. It has `rows`, and block<M, N>(row, panel), which computes M rows from `row`
+// on times N panels from `panel` on.
+
+// All blocks of M rows from `row` on, over panels [begin, end); returns the first row left over.
+template <int M, class Tile>
+long sweep(const Tile& tile, long row, long begin, long end) {
+    constexpr int N = panels_for(M);
+    const long row_end = row + (tile.rows - row) / M * M;
+    long panel = begin;
+    for (; panel + N <= end; panel += N) {
+        for (long m = row; m < row_end; m += M) tile.template block<M, N>(m, panel);
+    }
+    for (; panel < end; panel++) {
+        for (long m = row; m < row_end; m += M) tile.template block<M, 1>(m, panel);
+    }
+    return row_end;
+}
+
+// All rows, over panels [begin, end).
+template <class Tile>
+void sweep_rows(const Tile& tile, long begin, long end) {
+    long row = sweep<kBlockRows>(tile, 0, begin, end);
+    if (kBlockRows == 8) row = sweep<4>(tile, row, begin, end);
+    row = sweep<2>(tile, row, begin, end);
+    sweep<1>(tile, row, begin, end);
+}
+
+// Where a tile's results go.
+template <class T>
+struct Output {
+    const LinearArguments& args;
+    void* y;  // [all rows, n], of T or float
+    long first_row;  // of the tile
+
+    // Sums of rows [row, row + M) over the columns of N panels from `panel` on; the bias is added to them.
+    template <int M, int N>
+    INLINE void write(long row, long panel, const Vec (&sums)[M][N]) const {
+        UNROLL for (int n = 0; n < N; n++) {
+            const long column = (panel + n) * kLanes, count = args.n - column;
+            const Vec bias = args.bias == nullptr ? zero() : load_some(args.bias + column, count);
+            UNROLL for (int m = 0; m < M; m++) {
+                const long at = (first_row + row + m) * args.n + column;
+                const Vec values = sums[m][n] + bias;
+                if (args.out_dtype == kFloat32) {
+                    store_some((float*)y + at, values, count);
+                } else {
+                    store_some((T*)y + at, values, count);
+                }
+            }
+        }
+    }
+};
+
+INLINE bool usable_in_place(const float*, const float*) { return true; }
+INLINE bool usable_in_place(const Bf16*, const Bf16*) { return true; }
+template <class T, class X>
+INLINE bool usable_in_place(const T*, const X*) { return false; }
+
+// Calls body(operand, operand_stride, first_row, rows) for one tile after the other. The operands are the rows of x [m, k], which
+// lie x_stride apart, as X, each zero-padded to a multiple of `pack` elements.
+template <class X, class T, class Body>
+void for_each_tile(const T* x, long x_stride, long m, long k, long pack, long threads, const Body& body) {
+    static thread_local Scratch scratch;
+    const bool in_place = usable_in_place(x, (const X*)nullptr) && k % pack == 0;
+    const long padded = round_up(k, pack);
+    for (long row = 0; row < m; row += kTileRows) {
+        const long rows = smaller(kTileRows, m - row);
+        const T* from = x + row * x_stride;
+        if (in_place) {
+            body((const X*)from, x_stride, row, rows);
+            continue;
+        }
+        X* to = scratch.get<X>(rows * padded);
+        parallel_ranges(rows, 8, (double)rows * k, threads, [&](long begin, long end) {
+            for (long r = begin; r < end; r++) to_operand(from + r * x_stride, k, to + r * padded, padded);
+        });
+        body((const X*)to, padded, row, rows);
+    }
+}
+
 template <class T>
 struct LinearTile {
     using Format = typename FormatOf<T>::type;
     const LinearArguments& args;
     const typename Format::X* x;  // [rows, x_stride]
-    void* y;                      // [all rows, n]
-    long x_stride, first_row, rows;
-
-    INLINE void write(long row, long column, const Vec& values, long count) const {
-        const long at = (first_row + row) * args.n + column;
-        if (args.out_dtype == kFloat32) {
-            store_some((float*)y + at, values, count);
-        } else {
-            store_some((T*)y + at, values, count);
-        }
-    }
+    long x_stride, rows;
+    Output<T> output;
 
     template <int M, int N>
     INLINE void block(long row, long panel) const {
@@ -68,70 +139,24 @@ struct LinearTile {
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
         }
         accumulate<Format, M, N, kWeightPrefetch>(acc, x + row * x_stride, x_stride, w, w_stride, steps);
-        UNROLL for (int n = 0; n < N; n++) {
-            const long column = (panel + n) * kLanes, count = args.n - column;
-            const Vec bias = args.bias == nullptr ? zero() : load_some(args.bias + column, count);
-            UNROLL for (int m = 0; m < M; m++) write(row + m, column, acc[m][n] + bias, count);
-        }
-    }
-
-    // All blocks of M rows from `row` on, over panels [begin, end); returns the first row left over.
-    template <int M>
-    long sweep(long row, long begin, long end) const {
-        constexpr int N = panels_for(M);
-        const long row_end = row + (rows - row) / M * M;
-        long panel = begin;
-        for (; panel + N <= end; panel += N) {
-            for (long m = row; m < row_end; m += M) block<M, N>(m, panel);
-        }
-        for (; panel < end; panel++) {
-            for (long m = row; m < row_end; m += M) block<M, 1>(m, panel);
-        }
-        return row_end;
-    }
-
-    void run(long threads) const {
-        const double work = (double)rows * args.n * args.k;
-        parallel_ranges(ceil_div(args.n, kLanes), kGroupPanels, work, threads, [&](long begin, long end) {
-            for (long group = begin; group < end; group += kGroupPanels) {
-                const long stop = smaller(end, group + kGroupPanels);
-                long row = 0;
-                row = sweep<kBlockRows>(row, group, stop);
-                if (kBlockRows == 8) row = sweep<4>(row, group, stop);
-                row = sweep<2>(row, group, stop);
-                sweep<1>(row, group, stop);
-            }
-        });
+        output.template write<M, N>(row, panel, acc);
     }
 };
-
-INLINE bool usable_in_place(const float*, const float*) { return true; }
-INLINE bool usable_in_place(const Bf16*, const Bf16*) { return true; }
-template <class T, class X>
-INLINE bool usable_in_place(const T*, const X*) { return false; }
 
 // y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
 template <class T>
 void linear(const LinearArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
     using Format = typename FormatOf<T>::type;
     using X = typename Format::X;
-    static thread_local Scratch scratch;
-    const bool in_place = usable_in_place(x, (const X*)nullptr) && args.k % Format::kPack == 0;
-    const long padded = round_up(args.k, Format::kPack);
-    for (long row = 0; row < m; row += kTileRows) {
-        const long rows = smaller(kTileRows, m - row);
-        const T* from = x + row * x_stride;
-        const X* operand = (const X*)from;
-        if (!in_place) {
-            X* to = scratch.get<X>(rows * padded);
-            parallel_ranges(rows, 8, (double)rows * args.k, threads, [&](long begin, long end) {
-                for (long r = begin; r < end; r++) to_operand(from + r * x_stride, args.k, to + r * padded, padded);
-            });
-            operand = to;
-        }
-        const LinearTile<T> tile{args, operand, y, in_place ? x_stride : padded, row, rows};
-        tile.run(threads);
-    }
+    for_each_tile<X>(x, x_stride, m, args.k, Format::kPack, threads, [&](const X* operand, long stride, long first, long rows) {
+        const LinearTile<T> tile{args, operand, stride, rows, {args, y, first}};
+        const double work = (double)rows * args.n * args.k;
+        parallel_ranges(ceil_div(args.n, kLanes), kGroupPanels, work, threads, [&](long begin, long end) {
+            for (long group = begin; group < end; group += kGroupPanels) {
+                sweep_rows(tile, group, smaller(end, group + kGroupPanels));
+            }
+        });
+    });
 }
 
 }  // namespace

@@ -7,7 +7,9 @@ extern "C" __attribute__((visibility("default"))) const char* nova_best_isa() {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (!avx512) return "avx2";
-    return __builtin_cpu_supports("avx512bf16") ? "avx512bf16" : "avx512f";
+    // Only Cooper Lake has the bf16 products without byte look-ups in two registers, which quantised weights are widened by.
+    const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+    return bf16 ? "avx512bf16" : "avx512f";
 #else
     return "portable";
 #endif

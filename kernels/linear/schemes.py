@@ -1,0 +1,34 @@
+"""How weights are quantised: small integers, symmetric, with one scale for each output row and group of columns.
+
+y = bias + sum over the groups in order of scale * (sum over the group's columns of x * integer), in fp32. Every scale is
+a bf16 number, so that scale * integer is exact in fp32: a quantised layer has definite weights, of which rounding to
+integers is the only error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """Groups begin at column 0 of the weight that is packed; the last one may be shorter."""
+
+    name: str
+    bits: int
+    group: int  # columns that share a scale: a multiple of 8
+
+    @property
+    def lowest(self) -> int:
+        """The least integer."""
+        return -8 if self.bits == 4 else -127
+
+    @property
+    def highest(self) -> int:
+        """The largest integer."""
+        return 7 if self.bits == 4 else 127
+
+
+INT8 = WeightScheme("int8", bits=8, group=128)
+INT4 = WeightScheme("int4", bits=4, group=32)
+SCHEMES = {scheme.name: scheme for scheme in (INT8, INT4)}

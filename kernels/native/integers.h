@@ -1,0 +1,178 @@
+// Weights as small integers: how they lie in memory, and how they enter the inner loop of microkernel.h.
+//
+// A chunk is 64 bytes: 16 columns side by side, kPack integers of each. A chunk is one step of `accumulate`, whose products
+// are added one after the other (with AVX512-BF16, pair after pair), exactly as if the integers were stored as bf16 or fp32:
+// both hold every integer of 8 bits.
+//
+// A format has, beside what every panel format has, kBits and `put`, which writes one integer into a chunk full of zeros.
+#pragma once
+
+#include "microkernel.h"
+
+namespace {
+
+constexpr long kChunkBytes = 64;
+constexpr int kMinInteger4 = -8, kMaxInteger4 = 7;
+constexpr int kMaxInteger8 = 127;  // and the least is its negative
+
+// ---- fp32 operands ----
+
+typedef int8_t PartByte __attribute__((vector_size(kWidth)));
+typedef PartByte PartByteLoad __attribute__((aligned(1), may_alias));
+
+struct Integer8Columns {  // [k][16] bytes, two's complement
+    static constexpr int kBits = 8, kPack = 4;
+
+    static INLINE void put(uint8_t* chunk, int column, int k, int value) { chunk[k * kLanes + column] = (uint8_t)value; }
+
+    static INLINE Vec widen(const uint8_t* chunk, int k) {
+        VEC_MAP(__builtin_convertvector(
+            __builtin_convertvector(*(const PartByteLoad*)(chunk + k * kLanes + i * kWidth), PartInt), Part));
+    }
+};
+
+struct Integer4Columns {  // [16] words of 32 bits, integer k in bits 4k and up, two's complement
+    static constexpr int kBits = 4, kPack = 8;
+
+    static INLINE void put(uint8_t* chunk, int column, int k, int value) {
+        chunk[column * 4 + k / 2] |= (uint8_t)((value & 15) << (k % 2 * 4));
+    }
+
+    static INLINE Vec widen(const uint8_t* chunk, int k) {
+#if defined(__AVX512F__)
+        // One table look-up in place of two shifts; it heeds the four lowest bits alone.
+        const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+        const __m512i words = _mm512_loadu_si512(chunk);
+        VEC_MAP(_mm512_permutexvar_ps(k == 0 ? words : _mm512_srli_epi32(words, 4 * k), table));
+#else
+        VEC_MAP(__builtin_convertvector(
+            (PartInt)(*(const PartBitsLoad*)(chunk + 4 * i * kWidth) << (28 - 4 * k)) >> 28, Part));
+#endif
+    }
+};
+
+template <class Columns>
+struct IntegerPanel : Columns {
+    using T = uint8_t;
+    using X = float;
+
+    template <int M, int N>
+    static INLINE void step(Vec (&acc)[M][N], const float* x, long x_stride, const T* const (&w)[N], long at) {
+        UNROLL for (int k = 0; k < Columns::kPack; k++) {
+            Vec column[N];
+            UNROLL for (int n = 0; n < N; n++) column[n] = Columns::widen(w[n] + at, k);
+            UNROLL for (int m = 0; m < M; m++) {
+                const Vec row = splat(x[m * x_stride + k]);
+                UNROLL for (int n = 0; n < N; n++) acc[m][n] = fma(row, column[n], acc[m][n]);
+            }
+        }
+    }
+};
+
+// ---- bf16 operands ----
+
+#if defined(__AVX512BF16__)
+
+// The two bytes of |integer| in bf16, by the integer's seven low bits.
+struct Bf16Bytes {
+    uint8_t low[128] = {}, high[128] = {};
+
+    constexpr Bf16Bytes() {
+        for (int value = 1; value < 128; value++) {
+            int exponent = 6;
+            while (value >> exponent == 0) exponent--;
+            const int bits = (127 + exponent) << 7 | (value << (7 - exponent) & 0x7f);
+            low[value] = (uint8_t)bits;
+            high[value] = (uint8_t)(bits >> 8);
+        }
+    }
+};
+alignas(64) constexpr Bf16Bytes kBf16Bytes;
+
+struct Integer8Pairs {  // sign and magnitude; in each 128 bits first the first pairs of four columns, then their second ones
+    static constexpr int kBits = 8, kPack = 4;
+
+    static INLINE void put(uint8_t* chunk, int column, int k, int value) {
+        const int at = column / 4 * 16 + k / 2 * 8 + column % 4 * 2 + k % 2;
+        chunk[at] = (uint8_t)(value < 0 ? 0x80 - value : value);
+    }
+
+    // Two look-ups, which do not heed the sign, give the bytes of 64 numbers; the sign goes on top, and interleaving joins them.
+    static INLINE void widen(const uint8_t* chunk, __m512bh (&pairs)[2]) {
+        const __m512i *low_table = (const __m512i*)kBf16Bytes.low, *high_table = (const __m512i*)kBf16Bytes.high;
+        const __m512i bytes = _mm512_loadu_si512(chunk), sign = _mm512_set1_epi8((char)0x80);
+        const __m512i low = _mm512_permutex2var_epi8(low_table[0], bytes, low_table[1]);
+        const __m512i magnitude = _mm512_permutex2var_epi8(high_table[0], bytes, high_table[1]);
+        const __m512i high = _mm512_ternarylogic_epi32(magnitude, bytes, sign, 0xf8);  // magnitude | (bytes & sign)
+        pairs[0] = (__m512bh)_mm512_unpacklo_epi8(low, high);
+        pairs[1] = (__m512bh)_mm512_unpackhi_epi8(low, high);
+    }
+};
+
+// Of both values of bit 4, which is a bit of the next integer.
+struct Bf16Words {
+    uint16_t bits[32] = {};
+
+    constexpr Bf16Words() {
+        for (int i = 0; i < 32; i++) {
+            const int magnitude = i % 16 < 8 ? i % 16 : 16 - i % 16;
+            const uint8_t low = kBf16Bytes.low[magnitude], high = kBf16Bytes.high[magnitude];
+            bits[i] = (uint16_t)(high << 8 | low | (i % 16 < 8 ? 0 : 0x8000));
+        }
+    }
+};
+alignas(64) constexpr Bf16Words kBf16Words;
+
+struct Integer4Pairs {  // two's complement; [16] words of 32 bits, the four even integers of a column in the lower half
+    static constexpr int kBits = 4, kPack = 8;
+
+    static INLINE void put(uint8_t* chunk, int column, int k, int value) {
+        chunk[column * 4 + k % 2 * 2 + k / 4] |= (uint8_t)((value & 15) << (k / 2 % 2 * 4));
+    }
+
+    // A look-up of 16-bit words heeds five bits of its index, so that shifts alone bring one integer after the other there.
+    static INLINE void widen(const uint8_t* chunk, __m512bh (&pairs)[4]) {
+        const __m512i words = _mm512_loadu_si512(chunk), table = _mm512_load_si512(kBf16Words.bits);
+        UNROLL for (int i = 0; i < 4; i++) {
+            pairs[i] = (__m512bh)_mm512_permutexvar_epi16(i == 0 ? words : _mm512_srli_epi16(words, 4 * i), table);
+        }
+    }
+};
+
+template <class Columns>
+struct IntegerDotPanel : Columns {
+    using T = uint8_t;
+    using X = Bf16;
+
+    template <int M, int N>
+    static INLINE void step(Vec (&acc)[M][N], const Bf16* x, long x_stride, const T* const (&w)[N], long at) {
+        constexpr int kPairs = Columns::kPack / 2;
+        __m512bh column[N][kPairs];
+        UNROLL for (int n = 0; n < N; n++) Columns::widen(w[n] + at, column[n]);
+        UNROLL for (int pair = 0; pair < kPairs; pair++) {
+            UNROLL for (int m = 0; m < M; m++) {
+                const __m512bh row = Bf16DotPanel::splat_pair(x + m * x_stride + 2 * pair);
+                UNROLL for (int n = 0; n < N; n++) {
+                    acc[m][n].p[0] = _mm512_dpbf16_ps(acc[m][n].p[0], row, column[n][pair]);
+                }
+            }
+        }
+    }
+};
+#endif
+
+// The formats for activations of type T.
+template <class T>
+struct IntegerFormats {
+    using Bits8 = IntegerPanel<Integer8Columns>;
+    using Bits4 = IntegerPanel<Integer4Columns>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct IntegerFormats<Bf16> {
+    using Bits8 = IntegerDotPanel<Integer8Pairs>;
+    using Bits4 = IntegerDotPanel<Integer4Pairs>;
+};
+#endif
+
+}  // namespace

@@ -1,0 +1,144 @@
+// From a weight to small integers and their scales, packed for quantized.h.
+//
+// `kernels.linear.reference.quantize` is the definition. A scale is rounded to bf16; each integer is that multiple of the
+// scale which is nearest to the weight. 16 columns are computed at once, each in its own lane.
+#pragma once
+
+#include "quantized.h"
+
+namespace {
+
+constexpr int kCandidates = 16;
+constexpr double kCandidateWork = 2.0;  // operations for a weight and a candidate
+constexpr float kSmallestWeight = 1e-18f;  // a group that holds nothing larger becomes zero: squares would underflow
+
+INLINE Vec select_positive(const Vec& condition, const Vec& a, const Vec& b) {
+    VEC_MAP((Part)(((PartBits)a.p[i] & (PartBits)(condition.p[i] > 0.0f)) |
+                   ((PartBits)b.p[i] & ~(PartBits)(condition.p[i] > 0.0f))));
+}
+INLINE Vec absolute(const Vec& a) { VEC_MAP((Part)((PartBits)a.p[i] & 0x7fffffff)); }
+
+// To the nearest integer, ties to even, for |a| < 2^22.
+INLINE Vec round_integer(const Vec& a) {
+    const Vec magic = splat(12582912.0f);
+    return (a + magic) - magic;
+}
+
+// NaN becomes `low`.
+INLINE Vec clamp(const Vec& a, int low, int high) { return min(max(a, splat((float)low)), splat((float)high)); }
+
+// The weight of largest magnitude in each column of w [count][16], with its sign; the first of several.
+INLINE Vec largest_weight(const float* w, long count) {
+    Vec largest = zero();
+    for (long k = 0; k < count; k++) {
+        const Vec value = load(w + k * kLanes);
+        largest = select_positive(absolute(value) - absolute(largest), value, largest);
+    }
+    return largest;
+}
+
+// NaN for each column that holds NaN or infinity, else zero.
+INLINE Vec not_finite(const float* w, long count) {
+    Vec sum = zero();
+    for (long k = 0; k < count; k++) sum = fma(load(w + k * kLanes), zero(), sum);
+    return sum;
+}
+
+template <int kBits>
+struct Quantizer;
+
+template <>
+struct Quantizer<8> {
+    static constexpr int kLow = -kMaxInteger8, kHigh = kMaxInteger8;
+    static INLINE Vec scale(const float*, long, const Vec& largest) {
+        return absolute(largest) / splat((float)kMaxInteger8);
+    }
+};
+
+// The largest weight becomes about -8, which is why a scale may be negative. Of several steps around that, some of which clip,
+// the one whose integers, times the scale that suits them best, leave the smallest squared error.
+template <>
+struct Quantizer<4> {
+    static constexpr int kLow = kMinInteger4, kHigh = kMaxInteger4;
+    static INLINE Vec scale(const float* w, long count, const Vec& largest) {
+        Vec best_gain = splat(-1.0f), best_scale = zero();
+        for (int candidate = 0; candidate < kCandidates; candidate++) {
+            const Vec inverse = splat(-7.0f - 0.25f * candidate) / largest;
+            Vec products = zero(), squares = zero();
+            for (long k = 0; k < count; k++) {
+                const Vec value = load(w + k * kLanes);
+                const Vec integer = clamp(round_integer(value * inverse), kLow, kHigh);
+                products = fma(value, integer, products);
+                squares = fma(integer, integer, squares);
+            }
+            const Vec gain = products * products / squares;  // by so much this takes away from the squared error
+            best_scale = select_positive(gain - best_gain, products / squares, best_scale);
+            best_gain = select_positive(gain - best_gain, gain, best_gain);
+        }
+        return best_scale;
+    }
+};
+
+// One group of one panel: w [count][16] to its scales, and to integers in the chunks that lie chunk_stride apart.
+template <class Format>
+void quantize_group(const float* w, long count, Bf16* scales, uint8_t* chunks, long chunk_stride) {
+    using Rule = Quantizer<Format::kBits>;
+    const Vec largest = largest_weight(w, count), usable = absolute(largest) - splat(kSmallestWeight);
+    const Vec scale = round_bf16(select_positive(usable, Rule::scale(w, count, largest), zero()));
+    store(scales, scale + not_finite(w, count));
+    const Vec divisor = select_positive(usable, scale, splat(1.0f));
+    for (long k = 0; k < count; k++) {
+        float integers[kLanes];
+        const Vec value = select_positive(usable, load(w + k * kLanes), zero());
+        store(integers, clamp(round_integer(value / divisor), Rule::kLow, Rule::kHigh));
+        uint8_t* chunk = chunks + k / Format::kPack * chunk_stride;
+        for (int column = 0; column < kLanes; column++) Format::put(chunk, column, k % Format::kPack, (int)integers[column]);
+    }
+}
+
+// Rows [first, first + 16) of weight [n, k] in columns [start, start + count), as [count][16]; zeros for rows that are not there.
+template <class T>
+void transpose_group(const T* weight, long n, long row_stride, long first, long start, long count, float* columns) {
+    static thread_local Scratch scratch;
+    float* line = scratch.get<float>(count);
+    for (long i = 0; i < kLanes; i++) {
+        const bool exists = first + i < n;
+        if (exists) to_operand(weight + (first + i) * row_stride + start, count, line, count);
+        for (long k = 0; k < count; k++) columns[k * kLanes + i] = exists ? line[k] : 0.0f;
+    }
+}
+
+// weight [n, k], rows row_stride elements apart -> args.layer.packed.
+template <class T, class Format>
+void quantize(const QuantizedArguments& args, const T* weight, long row_stride, long threads) {
+    const Records records = Records::of<Format>(args);
+    const double work = kCandidateWork * (Format::kBits == 4 ? kCandidates : 1) * args.layer.n * args.layer.k;
+    parallel_for(records.blocks(), work, threads, [&](long block) {
+        static thread_local Scratch scratch;
+        float* columns = scratch.get<float>(records.group * kLanes);
+        const long width = records.width(block);
+        uint8_t* record = (uint8_t*)args.layer.packed + records.block_start(block);
+        for (long group = 0; group < records.groups; group++) {
+            uint8_t* chunks = record + width * kScaleBytes;
+            memset(chunks, 0, records.steps(group) * width * kChunkBytes);
+            for (long i = 0; i < width; i++) {
+                const long first = (block * kGroupPanels + i) * kLanes, count = records.count(group);
+                transpose_group(weight, args.layer.n, row_stride, first, group * records.group, count, columns);
+                Bf16* scales = (Bf16*)(record + i * kScaleBytes);
+                quantize_group<Format>(columns, count, scales, chunks + i * kChunkBytes, width * kChunkBytes);
+            }
+            record += records.record_bytes(block);
+        }
+    });
+}
+
+template <class T>
+void quantize(const QuantizedArguments& args, const T* weight, long row_stride, long threads) {
+    if (args.bits == 8) {
+        quantize<T, typename IntegerFormats<T>::Bits8>(args, weight, row_stride, threads);
+    } else {
+        quantize<T, typename IntegerFormats<T>::Bits4>(args, weight, row_stride, threads);
+    }
+}
+
+}  // namespace
