@@ -16,6 +16,7 @@ from kernels import checks
 from kernels.act_mul.triton import act_mul
 from kernels.backend import AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
 from kernels.kv_store.triton import store_kv
+from kernels.linear.schemes import WeightScheme
 from kernels.paged_attention.triton_decode import decode_attention
 from kernels.paged_attention.triton_prefill import prefill_attention
 from kernels.prompt_lookup.reference import find_drafts

@@ -15,6 +15,7 @@ from novainfer.errors import ConfigError
 
 DEMO_MODEL = "demo"  # the checkpoint in novainfer/assets/demo
 MIB = 1024 * 1024
+QUANTIZED_ON_GPUS = "--quantization {scheme} runs on CPUs only so far"
 SPARES_ON_GPUS = "--spare-workers is for CPUs: a spare group would need GPUs of its own; leave it at 0"
 
 
@@ -39,6 +40,11 @@ class ModelConfig:
         "auto",
         "Type of weights, activations and KV cache; auto = the checkpoint's.",
         choices=("auto", "float32", "float16", "bfloat16"),
+    )
+    quantization: str = option(
+        "none",
+        "Round weights to small integers while loading (CPUs only): less memory, faster decoding, somewhat less exact.",
+        choices=("none", "int8", "int4"),
     )
     max_model_len: int | None = option(None, "Longest prompt + output in tokens; default: the model's own limit.")
     model_backend: str = option(
@@ -237,6 +243,8 @@ def check(config: ServeConfig) -> None:
         raise ConfigError(f"--spare-workers must be 0 or 1, not {config.parallel.spare_workers}")
     if config.parallel.spare_workers and config.parallel.device == "cuda":
         raise ConfigError(SPARES_ON_GPUS)
+    if config.model.quantization != "none" and config.parallel.device == "cuda":
+        raise ConfigError(QUANTIZED_ON_GPUS.format(scheme=config.model.quantization))
     if config.parallel.cluster_host is not None:
         _check_cluster_host(config.parallel.cluster_host, config.parallel.ray_address)
     for name, number in {

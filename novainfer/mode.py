@@ -1,6 +1,7 @@
 """What a token's bits depend on beside the weights, as one short text. Pure data; the workers make it, all may read it.
 
 `cpu avx512bf16 cpu/native bfloat16 tp1 exact`: device, hardware, kernel backend / model backend, type, ranks, promise.
+Quantised weights follow the type: `bfloat16 int8`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from novainfer.errors import ConfigError
 
 EXACT = "exact"
 BEST_EFFORT = "best-effort"
+NOT_QUANTIZED = "none"
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _PATTERN = re.compile(
     rf"(?P<device>[a-z]+) (?P<hardware>[\w.-]{{1,100}}) (?P<kernel_backend>[a-z]+)/(?P<model_backend>[a-z]+)"
-    rf" (?P<dtype>[a-z0-9]+) tp(?P<ranks>[1-9]\d{{0,3}}) (?P<promise>{EXACT}|{BEST_EFFORT})",
+    rf" (?P<dtype>[a-z0-9]+)(?: (?P<quantization>int[48]))? tp(?P<ranks>[1-9]\d{{0,3}})"
+    rf" (?P<promise>{EXACT}|{BEST_EFFORT})",
     re.ASCII,
 )
 
@@ -29,6 +32,7 @@ class Mode:
     kernel_backend: str  # as in `ParallelConfig`, never auto
     model_backend: str  # as in `ModelConfig`, never auto
     dtype: str  # of weights, activations and KV cache
+    quantization: str = NOT_QUANTIZED  # of the linears' weights, as in `ModelConfig`
     tensor_parallel_size: int
     is_exact: bool  # a token does not depend on the batch, the chunks of its prompt, or the cache
 
@@ -36,7 +40,8 @@ class Mode:
         hardware = "-".join(_NAME.findall(self.hardware))
         promise = EXACT if self.is_exact else BEST_EFFORT
         backends = f"{self.kernel_backend}/{self.model_backend}"
-        return f"{self.device} {hardware} {backends} {self.dtype} tp{self.tensor_parallel_size} {promise}"
+        dtype = self.dtype if self.quantization == NOT_QUANTIZED else f"{self.dtype} {self.quantization}"
+        return f"{self.device} {hardware} {backends} {dtype} tp{self.tensor_parallel_size} {promise}"
 
     @classmethod
     def parse(cls, text: str) -> Mode:
@@ -45,5 +50,6 @@ class Mode:
         if match is None:
             raise ConfigError(f"{text[:200]!r} is no mode that this release knows")
         words = match.groupdict()
+        words["quantization"] = words["quantization"] or NOT_QUANTIZED
         ranks, promise = int(words.pop("ranks")), words.pop("promise")
         return cls(**words, tensor_parallel_size=ranks, is_exact=promise == EXACT)

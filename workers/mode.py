@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import KernelBackend
+from novainfer.config import ServeConfig
 from novainfer.mode import Mode
 from workers.models.base import CausalLM
 from workers.models.decoder import Decoder
@@ -12,9 +13,9 @@ from workers.tensor_parallel import TensorParallel
 
 
 def find_mode(
-    kernels: KernelBackend, model: CausalLM, tp: TensorParallel, device: torch.device, block_size: int
+    config: ServeConfig, kernels: KernelBackend, model: CausalLM, tp: TensorParallel, device: torch.device
 ) -> Mode:
-    """The mode of a loaded model. block_size: tokens in a KV block."""
+    """The mode of a model that was loaded by this configuration."""
     spec = model.spec
     is_native = isinstance(model, Decoder)  # of transformers' own code nobody knows which operations it uses
     return Mode(
@@ -23,8 +24,9 @@ def find_mode(
         kernel_backend=kernels.name,
         model_backend="native" if is_native else "transformers",
         dtype=str(spec.dtype).removeprefix("torch."),
+        quantization=config.model.quantization,
         tensor_parallel_size=tp.world_size,
-        is_exact=is_native and kernels.is_exact(block_size, spec.head_dim, spec.dtype),
+        is_exact=is_native and kernels.is_exact(config.cache.block_size, spec.head_dim, spec.dtype),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from kernels.backend import KernelBackend, select_backend
-from novainfer.config import ModelConfig, ParallelConfig, ServeConfig
+from novainfer.config import QUANTIZED_ON_GPUS, ModelConfig, ParallelConfig, ServeConfig
 from novainfer.errors import ConfigError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.step import NewRow, StepPlan, StepResult
@@ -77,6 +77,7 @@ class Worker:
             return cls(null, info, TensorParallel.single(), 1)
         device = choose_device(config.parallel, place.rank)
         kernels = choose_kernels(config.parallel, device)
+        _check_quantization(config.model, kernels)
         if device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_worker or default_threads(place.world_size))
         else:
@@ -106,7 +107,7 @@ class Worker:
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             can_draft=device.type == "cpu",
-            mode=str(find_mode(kernels, model, tp, device, limits.block_size)),
+            mode=str(find_mode(config, kernels, model, tp, device)),
         )
         return cls(runner, info, tp, 1 if device.type == "cpu" else 2)
 
@@ -131,6 +132,11 @@ def choose_kernels(config: ParallelConfig, device: torch.device) -> KernelBacken
         return select_backend(device, None if config.kernel_backend == "auto" else config.kernel_backend)
     except ValueError as error:
         raise ConfigError(f"--kernel-backend {config.kernel_backend}: {error}") from None
+
+
+def _check_quantization(config: ModelConfig, kernels: KernelBackend) -> None:
+    if config.quantization != "none" and kernels.name == "triton":
+        raise ConfigError(QUANTIZED_ON_GPUS.format(scheme=config.quantization))
 
 
 def default_threads(world_size: int) -> int:

@@ -32,7 +32,7 @@ class QuantizedLinear(NativeLinear):
         check_linear(weight, bias)
         check_dtype("weight", weight, *DTYPES)
         weight = last_dim_contiguous(weight.detach())
-        packed = torch.empty(packed_bytes(*weight.shape, scheme), dtype=torch.uint8)
+        packed = torch.empty(packed_bytes(weight.shape[0], weight.shape[1], scheme), dtype=torch.uint8)
         super().__init__(library.quantized_linear, weight, packed, bias)
         arguments = self._pass(lambda layer: QuantizedArguments(layer, scheme.bits, scheme.group))
         library.quantize(arguments, weight.data_ptr(), weight.stride(0), torch.get_num_threads())

@@ -60,9 +60,10 @@ class DequantizedLinear:
 def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> integers [N, K] int8, scales [N, groups] bf16: the definition of what every backend does.
 
-    A scale is NaN where its group holds a number that is not finite.
+    Where two steps are equally good but for rounding, another backend may choose the other one. A scale is NaN where
+    its group holds a number that is not finite.
     """
-    parts = [_quantize(rows.float(), scheme) for rows in weight.split(_ROWS_AT_ONCE)]
+    parts = [_quantize(rows.float(), scheme) for rows in torch.split(weight, _ROWS_AT_ONCE)]
     integers, scales = zip(*parts, strict=True)
     return torch.cat(integers), torch.cat(scales)
 
@@ -89,8 +90,8 @@ def _quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
 def _search(groups: Tensor, largest: Tensor, scheme: WeightScheme) -> Tensor:
     """A scale for each group of [N, groups, group] whose largest weight is `largest`: [N, groups, 1].
 
-    The largest weight becomes about -8, which is why a scale may be negative. Of several steps around that, some of which
-    clip, the one whose integers, times the scale that suits them best, leave the smallest squared error.
+    The largest weight becomes about -8, which is why a scale may be negative. Of several steps around that, some of
+    which clip, the one whose integers, times the scale that suits them best, leave the smallest squared error.
     """
     best_gain, best_scale = torch.full_like(largest, -1.0), torch.zeros_like(largest)
     for candidate in _CANDIDATES:

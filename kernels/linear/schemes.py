@@ -1,8 +1,8 @@
 """How weights are quantised: small integers, symmetric, with one scale for each output row and group of columns.
 
-y = bias + sum over the groups in order of scale * (sum over the group's columns of x * integer), in fp32. Every scale is
-a bf16 number, so that scale * integer is exact in fp32: a quantised layer has definite weights, of which rounding to
-integers is the only error.
+y = bias + sum over the groups in order of scale * (sum over the group's columns of x * integer), in fp32. Every scale
+is a bf16 number, so that scale * integer is exact in fp32: a quantised layer has definite weights, and rounding them is
+its only error.
 """
 
 from __future__ import annotations
@@ -32,3 +32,8 @@ class WeightScheme:
 INT8 = WeightScheme("int8", bits=8, group=128)
 INT4 = WeightScheme("int4", bits=4, group=32)
 SCHEMES = {scheme.name: scheme for scheme in (INT8, INT4)}
+
+
+def head_scheme(scheme: WeightScheme | None) -> WeightScheme | None:
+    """What a vocabulary projection is packed with where the layers have `scheme`."""
+    return None if scheme is None else INT8

@@ -17,37 +17,27 @@ constexpr int kMaxInteger8 = 127;  // and the least is its negative
 
 // ---- fp32 operands ----
 
-typedef int8_t PartByte __attribute__((vector_size(kWidth)));
-typedef PartByte PartByteLoad __attribute__((aligned(1), may_alias));
-
-struct Integer8Columns {  // [k][16] bytes, two's complement
-    static constexpr int kBits = 8, kPack = 4;
-
-    static INLINE void put(uint8_t* chunk, int column, int k, int value) { chunk[k * kLanes + column] = (uint8_t)value; }
-
-    static INLINE Vec widen(const uint8_t* chunk, int k) {
-        VEC_MAP(__builtin_convertvector(
-            __builtin_convertvector(*(const PartByteLoad*)(chunk + k * kLanes + i * kWidth), PartInt), Part));
-    }
-};
-
-struct Integer4Columns {  // [16] words of 32 bits, integer k in bits 4k and up, two's complement
-    static constexpr int kBits = 4, kPack = 8;
+template <int bits>
+struct IntegerColumns {  // [16] words of 32 bits, integer k of a column in the bits from bits * k on, two's complement
+    static constexpr int kBits = bits, kPack = 32 / bits;
 
     static INLINE void put(uint8_t* chunk, int column, int k, int value) {
-        chunk[column * 4 + k / 2] |= (uint8_t)((value & 15) << (k % 2 * 4));
+        uint32_t word;
+        memcpy(&word, chunk + 4 * column, 4);
+        word |= ((uint32_t)value & ((1u << bits) - 1)) << (bits * k);
+        memcpy(chunk + 4 * column, &word, 4);
     }
 
     static INLINE Vec widen(const uint8_t* chunk, int k) {
 #if defined(__AVX512F__)
-        // One table look-up in place of two shifts; it heeds the four lowest bits alone.
-        const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-        const __m512i words = _mm512_loadu_si512(chunk);
-        VEC_MAP(_mm512_permutexvar_ps(k == 0 ? words : _mm512_srli_epi32(words, 4 * k), table));
-#else
-        VEC_MAP(__builtin_convertvector(
-            (PartInt)(*(const PartBitsLoad*)(chunk + 4 * i * kWidth) << (28 - 4 * k)) >> 28, Part));
+        if (bits == 4) {  // one look-up, which heeds the four lowest bits alone, in place of a shift and a conversion
+            const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+            const __m512i words = _mm512_loadu_si512(chunk);
+            VEC_MAP(_mm512_permutexvar_ps(k == 0 ? words : _mm512_srli_epi32(words, bits * k), table));
+        }
 #endif
+        VEC_MAP(__builtin_convertvector(
+            (PartInt)(*(const PartBitsLoad*)(chunk + 4 * i * kWidth) << (32 - bits - bits * k)) >> (32 - bits), Part));
     }
 };
 
@@ -143,10 +133,10 @@ template <class Columns>
 struct IntegerDotPanel : Columns {
     using T = uint8_t;
     using X = Bf16;
+    static constexpr int kPairs = Columns::kPack / 2;
 
     template <int M, int N>
     static INLINE void step(Vec (&acc)[M][N], const Bf16* x, long x_stride, const T* const (&w)[N], long at) {
-        constexpr int kPairs = Columns::kPack / 2;
         __m512bh column[N][kPairs];
         UNROLL for (int n = 0; n < N; n++) Columns::widen(w[n] + at, column[n]);
         UNROLL for (int pair = 0; pair < kPairs; pair++) {
@@ -164,8 +154,8 @@ struct IntegerDotPanel : Columns {
 // The formats for activations of type T.
 template <class T>
 struct IntegerFormats {
-    using Bits8 = IntegerPanel<Integer8Columns>;
-    using Bits4 = IntegerPanel<Integer4Columns>;
+    using Bits8 = IntegerPanel<IntegerColumns<8>>;
+    using Bits4 = IntegerPanel<IntegerColumns<4>>;
 };
 #if defined(__AVX512BF16__)
 template <>

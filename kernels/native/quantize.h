@@ -111,7 +111,7 @@ void transpose_group(const T* weight, long n, long row_stride, long first, long 
 // weight [n, k], rows row_stride elements apart -> args.layer.packed.
 template <class T, class Format>
 void quantize(const QuantizedArguments& args, const T* weight, long row_stride, long threads) {
-    const Records records = Records::of<Format>(args);
+    const Records<Format> records(args);
     const double work = kCandidateWork * (Format::kBits == 4 ? kCandidates : 1) * args.layer.n * args.layer.k;
     parallel_for(records.blocks(), work, threads, [&](long block) {
         static thread_local Scratch scratch;

@@ -19,14 +19,16 @@ constexpr long kScaleBytes = kLanes * sizeof(Bf16);  // of one panel in one grou
 
 // Where things lie: blocks of kGroupPanels panels (the last one may have fewer), in each one record per group. A record holds
 // the scales of its panels, then for each step one chunk per panel. So whoever multiplies reads one stream from end to end.
+template <class Format>
 struct Records {
-    long panels, groups, k, group, pack;
+    static constexpr long pack = Format::kPack;
+    long panels, groups, k, group;
 
-    template <class Format>
-    static Records of(const QuantizedArguments& args) {
-        const LinearArguments& layer = args.layer;
-        return {ceil_div(layer.n, kLanes), ceil_div(layer.k, args.group), layer.k, args.group, Format::kPack};
-    }
+    explicit Records(const QuantizedArguments& args)
+        : panels(ceil_div(args.layer.n, kLanes)),
+          groups(ceil_div(args.layer.k, args.group)),
+          k(args.layer.k),
+          group(args.group) {}
 
     long blocks() const { return ceil_div(panels, kGroupPanels); }
     long width(long block) const { return smaller(kGroupPanels, panels - block * kGroupPanels); }
@@ -41,7 +43,7 @@ struct Records {
 
 template <class T, class Format>
 struct QuantizedTile {
-    const Records& records;
+    const Records<Format>& records;
     const uint8_t* packed;
     const typename Format::X* x;  // [rows, x_stride]
     long x_stride, rows;
@@ -79,7 +81,7 @@ template <class T, class Format>
 void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
     using X = typename Format::X;
     const LinearArguments& layer = args.layer;
-    const Records records = Records::of<Format>(args);
+    const Records<Format> records(args);
     for_each_tile<X>(x, x_stride, m, layer.k, Format::kPack, threads, [&](const X* operand, long stride, long first, long rows) {
         const uint8_t* packed = (const uint8_t*)layer.packed;
         const QuantizedTile<T, Format> tile{records, packed, operand, stride, rows, {layer, y, first}};

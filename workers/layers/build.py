@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import KernelBackend, Linear, Program
+from kernels.linear.schemes import WeightScheme
 from workers.tensor_parallel import TensorParallel
 from workers.weights import WeightReader
 
@@ -31,6 +32,7 @@ class LayerBuilder:
     kernels: KernelBackend
     dtype: torch.dtype
     device: torch.device
+    scheme: WeightScheme | None = None  # of the layers' linears; None leaves them as they are
 
     def tensor(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
         """A tensor, or a slice of it, in the model's dtype on its device; a copy, never a view of the mapped file."""
@@ -41,8 +43,11 @@ class LayerBuilder:
         """[size], whole on every rank."""
         return self.tensor(name, (size,))
 
-    def merged_linear(self, slices: list[RowSlice], in_features: int, bias: bool) -> Linear:
-        """One linear layer [in_features] -> [sum of the slices' rows], in the order of the slices."""
+    def merged_linear(self, slices: list[RowSlice], in_features: int, bias: bool, is_router: bool = False) -> Linear:
+        """One linear layer [in_features] -> [sum of the slices' rows], in the order of the slices.
+
+        A router is never quantised: it is small, and its errors send tokens to other experts.
+        """
         out_features = sum(part.stop - part.start for part in slices)
         weight = torch.empty(out_features, in_features, dtype=self.dtype, device=self.device)
         bias_vector = torch.empty(out_features, dtype=self.dtype, device=self.device) if bias else None
@@ -54,16 +59,19 @@ class LayerBuilder:
             if bias_vector is not None:
                 bias_vector[target].copy_(self.weights.read(f"{part.module}.bias", (part.rows,), (rows,)))
             row = target.stop
-        return self.kernels.pack_linear(weight, bias_vector)
+        return self.kernels.pack_linear(weight, bias_vector, None if is_router else self.scheme)
 
     def row_parallel_linear(self, module: str, in_features: int, out_features: int, bias: bool) -> RowParallelLinear:
-        """A linear layer whose input columns are split over the ranks."""
+        """A linear layer whose input columns are split over the ranks.
+
+        Groups of quantised weights begin at a rank's first column, so none straddles two ranks.
+        """
         columns = self.tp.shard(in_features, f"input features of {module}")
         weight = self.tensor(f"{module}.weight", (out_features, in_features), (slice(None), columns))
         bias_vector = self.vector(f"{module}.bias", out_features) if bias else None
         if self.tp.rank > 0:  # the sum over the ranks must hold the bias once
             bias_vector = None
-        return RowParallelLinear(self.kernels.pack_linear(weight, bias_vector), self.tp)
+        return RowParallelLinear(self.kernels.pack_linear(weight, bias_vector, self.scheme), self.tp)
 
 
 class RowParallelLinear:

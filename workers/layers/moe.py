@@ -19,7 +19,7 @@ class Expert:
         slices = [RowSlice(f"{name}.{part}", size, rows.start, rows.stop) for part in (moe.gate, moe.up)]
         down = build.tensor(f"{name}.{moe.down}.weight", (hidden_size, size), (slice(None), rows))
         self._gate_up: Linear = build.merged_linear(slices, hidden_size, bias=False)
-        self._down: Linear = build.kernels.pack_linear(down)
+        self._down: Linear = build.kernels.pack_linear(down, None, build.scheme)
         self._kernels: KernelBackend = build.kernels
         self._activation = moe.activation
 
@@ -40,7 +40,7 @@ class MixtureOfExperts:
         self._moe = moe
         self._tp = build.tp
         router = RowSlice(f"{name}.{moe.router}", moe.num_experts, 0, moe.num_experts)
-        self._router = build.merged_linear([router], spec.hidden_size, bias=False)
+        self._router = build.merged_linear([router], spec.hidden_size, bias=False, is_router=True)
         names = [f"{name}.{moe.expert.format(i)}" for i in range(moe.num_experts)]
         self._experts = [Expert(build, moe, expert_name, spec.hidden_size) for expert_name in names]
 

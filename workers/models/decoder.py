@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Program
+from kernels.linear.schemes import head_scheme
 from workers.layers.attention import Attention, HeadShard
 from workers.layers.build import LayerBuilder
 from workers.layers.embedding import VocabEmbedding, VocabProjection, load_vocab_rows
@@ -118,13 +119,16 @@ class DecoderLayer:
 
 
 def _load_head(build: LayerBuilder, spec: DecoderSpec, embedding_rows: Tensor) -> VocabProjection:
-    """The vocabulary projection. Like transformers we take a tied one from the checkpoint if it is stored there too."""
+    """The vocabulary projection. Like transformers we take a tied one from the checkpoint if it is stored there too.
+
+    With quantised layers it becomes int8, also where they are int4: its errors go straight into the logits.
+    """
     name = f"{spec.lm_head}.weight"
     rows = embedding_rows
     if not spec.tie_word_embeddings or name in build.weights:
         stored = load_vocab_rows(build, name, spec.vocab_size, spec.hidden_size)
         rows = embedding_rows if torch.equal(stored, embedding_rows) else stored
-    return VocabProjection(build.kernels.pack_linear(rows), build.tp, spec.vocab_size)
+    return VocabProjection(build.kernels.pack_linear(rows, None, head_scheme(build.scheme)), build.tp, spec.vocab_size)
 
 
 def _next_input(norm: RmsNorm | None, residual: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:

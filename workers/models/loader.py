@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernels.backend import KernelBackend
+from kernels.linear.schemes import SCHEMES
 from novainfer.config import ModelConfig
 from novainfer.errors import UnsupportedModelError
 from workers.checkpoint import find_checkpoint
@@ -44,7 +45,8 @@ def load_model(
             f"there is no native decoder for '{hf_config.model_type}', only for {', '.join(sorted(FAMILIES))}"
         )
     if native and config.model_backend != "transformers":
-        build = LayerBuilder(WeightReader(folder, progress), tp, kernels, dtype, device)
+        scheme = SCHEMES.get(config.quantization)
+        build = LayerBuilder(WeightReader(folder, progress), tp, kernels, dtype, device, scheme)
         return _load_decoder(build, decoder_spec(hf_config, dtype, config.max_model_len), config.max_model_len)
     if tp.world_size > 1:
         raise UnsupportedModelError(

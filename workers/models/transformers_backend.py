@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from kernels.backend import AttentionParams, KernelBackend
 from kernels.backend import Linear as PackedWeight
+from kernels.linear.schemes import SCHEMES, WeightScheme, head_scheme
 from novainfer.config import ModelConfig
 from novainfer.errors import UnsupportedModelError
 from workers.models.base import CausalLM, ForwardBatch, KvCaches
@@ -30,6 +31,7 @@ from workers.models.spec import ModelSpec
 
 ATTENTION_NAME = "novainfer_paged"
 STEP_ARGUMENT = "novainfer_step"
+_ROUTERS = ("gate", "router")  # transformers' names for them
 
 
 class AttentionStep(Protocol):
@@ -169,7 +171,7 @@ def load_transformers_model(
     try:
         with torch.inference_mode():
             spec = probe_spec(model, name, dtype, max_position)
-            _pack_linears(model, kernels)
+            _pack_linears(model, kernels, SCHEMES.get(config.quantization))
             loaded = TransformersModel(model, spec, kernels)
             check_against_eager(model, loaded, kernels)
     except UnsupportedModelError as error:
@@ -223,13 +225,19 @@ def _from_pretrained(folder: Path, hf_config: Any, trust_remote_code: bool, dtyp
     return model.eval()
 
 
-def _pack_linears(model: nn.Module, kernels: KernelBackend) -> None:
-    """Replace every plain linear layer, one at a time, so that only one weight exists twice."""
+def _pack_linears(model: Any, kernels: KernelBackend, scheme: WeightScheme | None) -> None:
+    """Replace every plain linear layer, one at a time, so that only one weight exists twice.
+
+    Routers of experts are not quantised, nor are weights that the model does not keep as `nn.Linear`.
+    """
+    head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 bias = None if child.bias is None else child.bias.data
-                setattr(parent, name, PackedLinear(kernels.pack_linear(child.weight.data, bias), child.out_features))
+                its_scheme = None if name in _ROUTERS else head_scheme(scheme) if child is head else scheme
+                packed = kernels.pack_linear(child.weight.data, bias, its_scheme)
+                setattr(parent, name, PackedLinear(packed, child.out_features))
 
 
 def _path_of(model: nn.Module, part: nn.Module) -> list[str]:
