@@ -1,8 +1,9 @@
 """What quantised weights cost in quality: `python -m bench.quantization [--model FOLDER] [--layer-model FOLDER]`.
 
-The demo model reads held-out answers of its own corpus. Perplexity is over the assistant's tokens; agreement is how often
-the most probable token is that of the full weights in fp32. With `--layer-model` (`python -m bench.make_checkpoint
-qwen3-0.6b FOLDER`) also the relative error of each kind of linear layer against fp32, on random activations.
+The demo model reads held-out answers of its own corpus. Perplexity is over the assistant's tokens; agreement is how
+often the most probable token is that of the full weights in fp32. With `--layer-model` (a folder that `python -m
+bench.make_checkpoint qwen3-0.6b FOLDER` made) also the relative error of each kind of linear layer against fp32, on
+random activations.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def layer_errors(folder: Path) -> Iterator[dict[str, Any]]:
     """Relative error (Frobenius norm) of the results of layer 0 and of the embedding as a vocabulary projection."""
     backend = CpuBackend()
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        for name in file.keys():
+        for name in sorted(file.keys()):
             view = file.get_slice(name)
             if len(view.get_shape()) != 2 or ("layers." in name and ".layers.0." not in name):
                 continue

@@ -77,7 +77,7 @@ class Worker:
             return cls(null, info, TensorParallel.single(), 1)
         device = choose_device(config.parallel, place.rank)
         kernels = choose_kernels(config.parallel, device)
-        _check_quantization(config.model, kernels)
+        check_quantization(config.model, kernels)
         if device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_worker or default_threads(place.world_size))
         else:
@@ -134,7 +134,8 @@ def choose_kernels(config: ParallelConfig, device: torch.device) -> KernelBacken
         raise ConfigError(f"--kernel-backend {config.kernel_backend}: {error}") from None
 
 
-def _check_quantization(config: ModelConfig, kernels: KernelBackend) -> None:
+def check_quantization(config: ModelConfig, kernels: KernelBackend) -> None:
+    """Raises `ConfigError` if these kernels cannot multiply by the weights that were asked for."""
     if config.quantization != "none" and kernels.name == "triton":
         raise ConfigError(QUANTIZED_ON_GPUS.format(scheme=config.quantization))
 

@@ -84,6 +84,4 @@ class PackedLinear(NativeLinear):
         super().__init__(library.linear, weight, packed, bias)
         self._pass(lambda layer: layer)
         code = DTYPES[weight.dtype]
-        library.pack_linear(
-            weight.data_ptr(), packed.data_ptr(), n, k, weight.stride(0), code, torch.get_num_threads()
-        )
+        library.pack_linear(weight.data_ptr(), packed.data_ptr(), n, k, weight.stride(0), code, torch.get_num_threads())

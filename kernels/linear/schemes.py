@@ -30,7 +30,7 @@ class WeightScheme:
 
 
 INT8 = WeightScheme("int8", bits=8, group=128)
-INT4 = WeightScheme("int4", bits=4, group=32)
+INT4 = WeightScheme("int4", bits=4, group=64)
 SCHEMES = {scheme.name: scheme for scheme in (INT8, INT4)}
 
 

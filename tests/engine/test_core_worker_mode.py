@@ -10,7 +10,7 @@ import torch
 from kernels.backend import KernelBackend
 from kernels.cpu_backend import CpuBackend
 from kernels.reference_backend import ReferenceBackend
-from novainfer.config import ModelConfig
+from novainfer.config import CacheConfig, ModelConfig, ServeConfig
 from tests.parity.builders import build_checkpoint
 from workers.mode import find_mode
 from workers.models.loader import load_model
@@ -21,10 +21,16 @@ pytestmark = pytest.mark.stage0
 CPU = torch.device("cpu")
 
 
-def mode(folder: Path, kernels: KernelBackend, *, dtype: str = "float32", block_size: int = 16) -> str:
+def mode(
+    folder: Path, kernels: KernelBackend, *, dtype: str = "float32", quantization: str = "none", block_size: int = 16
+) -> str:
     tp = TensorParallel.single()
-    model = load_model(ModelConfig(model=str(folder), dtype=dtype), tp=tp, kernels=kernels, device=CPU)
-    return str(find_mode(kernels, model, tp, CPU, block_size))
+    config = ServeConfig(
+        model=ModelConfig(model=str(folder), dtype=dtype, quantization=quantization),
+        cache=CacheConfig(block_size=block_size),
+    )
+    model = load_model(config.model, tp=tp, kernels=kernels, device=CPU)
+    return str(find_mode(config, kernels, model, tp, CPU))
 
 
 def test_a_native_decoder_when_all_kernels_are_native_then_exact_else_not(tmp_path: Path) -> None:
@@ -33,6 +39,7 @@ def test_a_native_decoder_when_all_kernels_are_native_then_exact_else_not(tmp_pa
     torch_isa = f"torch-{torch.backends.cpu.get_cpu_capability()}"
     assert mode(folder, native) == "cpu portable cpu/native float32 tp1 exact"
     assert mode(folder, native, dtype="bfloat16") == "cpu portable cpu/native bfloat16 tp1 exact"
+    assert mode(folder, native, quantization="int8") == "cpu portable cpu/native float32 int8 tp1 exact"
     assert mode(folder, native, block_size=10) == "cpu portable cpu/native float32 tp1 best-effort"
     assert mode(folder, fallback) == f"cpu {torch_isa} cpu/native float32 tp1 best-effort"
     assert mode(folder, ReferenceBackend()) == f"cpu {torch_isa} reference/native float32 tp1 best-effort"

@@ -18,9 +18,14 @@ NUM_CASES = 12
 NUM_CIRCUMSTANCES = 8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_given_requests_over_all_features_when_circumstances_vary_then_every_bit_is_the_same(dtype: str) -> None:
-    runner = Runner("demo", dtype)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "int4")],
+)
+def test_given_requests_over_all_features_when_circumstances_vary_then_every_bit_is_the_same(
+    dtype: str, quantization: str
+) -> None:
+    runner = Runner("demo", dtype, quantization)
     cases = make_cases(NUM_CASES, runner.vocab_size(), SEED)
     references = runner.references(cases)
     rng = random.Random(SEED)
@@ -39,8 +44,12 @@ def test_given_another_seed_when_compared_then_the_matrix_sees_it() -> None:
     assert list(compare(runner, others, references, Circumstance(max_num_seqs=4), random.Random(0)))
 
 
-def test_given_requests_over_all_features_when_two_ranks_compute_them_then_the_tokens_are_those_of_one() -> None:
-    command = [sys.executable, "-m", "tests.exactness.ranks", "--cases", "60"]  # Ray belongs to a process
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_given_requests_over_all_features_when_two_ranks_compute_them_then_the_tokens_are_those_of_one(
+    quantization: str,
+) -> None:
+    options = ["--cases", "60", "--quantization", quantization]
+    command = [sys.executable, "-m", "tests.exactness.ranks", *options]  # Ray belongs to a process
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.startswith("60 cases, ")

@@ -42,6 +42,12 @@ def test_given_spare_workers_when_checked_with_gpus_then_they_are_refused() -> N
         check(build_config({"spare_workers": 1, "device": "cuda"}))
 
 
+def test_given_quantisation_when_checked_with_gpus_then_it_is_refused() -> None:
+    check(build_config({"quantization": "int8", "device": "cpu"}))
+    with pytest.raises(ConfigError, match="--quantization int4 runs on CPUs only so far"):
+        check(build_config({"quantization": "int4", "device": "cuda"}))
+
+
 @pytest.mark.parametrize(
     ("host", "ray_address", "words"),
     [

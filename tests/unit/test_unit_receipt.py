@@ -152,7 +152,18 @@ def test_a_mode_when_written_and_parsed_then_it_is_equal_and_nothing_else_is_one
     )
     assert str(gpu) == "cuda NVIDIA-H200-SXM triton/native float16 tp8 best-effort"
     assert str(Mode.parse(str(gpu))) == str(gpu)
-    for wrong in ("", MODE + " ", MODE.replace("tp1", "tp0"), MODE.replace("exact", "sure"), MODE.replace("/", "")):
+    quantised = MODE.replace("bfloat16", "bfloat16 int8")
+    assert str(Mode.parse(quantised)) == quantised
+    assert (Mode.parse(quantised).quantization, Mode.parse(MODE).quantization) == ("int8", "none")
+    unknown = MODE.replace("bfloat16", "bfloat16 int3")
+    for wrong in (
+        "",
+        MODE + " ",
+        unknown,
+        MODE.replace("tp1", "tp0"),
+        MODE.replace("exact", "sure"),
+        MODE.replace("/", ""),
+    ):
         with pytest.raises(ConfigError):
             Mode.parse(wrong)
 

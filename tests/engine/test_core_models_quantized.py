@@ -1,0 +1,125 @@
+"""Models whose weights are quantised while they load: the same bits alone and in company, on one rank and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.backend import Linear
+from kernels.cpu_backend import CpuBackend
+from kernels.linear.quantized import QuantizedLinear
+from kernels.linear.schemes import INT4, INT8, SCHEMES, WeightScheme
+from kernels.reference_backend import ReferenceBackend
+from novainfer.config import ModelConfig
+from novainfer.errors import ConfigError
+from tests.parity.builders import build_checkpoint
+from tests.parity.harness import CPU, largest_difference, load, paged_greedy, ragged_prompts
+from workers.layers.build import LayerBuilder, RowSlice
+from workers.models.loader import load_model
+from workers.tensor_parallel import TensorParallel
+from workers.worker import check_quantization
+
+pytestmark = pytest.mark.stage0
+
+NUM_TOKENS = 12
+
+
+class Recorder(CpuBackend):
+    """Remembers which weight was packed how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: list[tuple[tuple[int, ...], str | None]] = []
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
+        self.packed.append((tuple(weight.shape), scheme and scheme.name))
+        return super().pack_linear(weight, bias, scheme)
+
+
+class OneTensor:
+    """A checkpoint that has the same weight under every name."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
+        assert shape == tuple(self._weight.shape)
+        return self._weight[index]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "float32"), ("gemma2", "bfloat16"), ("qwen3_moe", "bfloat16")])
+def test_model_given_any_batch_and_chunking_when_decoded_then_logprobs_have_the_same_bits(
+    name: str, dtype: str, quantization: str, tmp_path: Path
+) -> None:
+    model, kernels = load(build_checkpoint(name, tmp_path / name), dtype=dtype, quantization=quantization)
+    prompts = ragged_prompts()
+    alone = [paged_greedy(model, kernels, [prompt], NUM_TOKENS, budget=512) for prompt in prompts]
+    for budget in (7, 512):
+        together = paged_greedy(model, kernels, prompts, NUM_TOKENS, budget)
+        assert together.tokens == [generation.tokens[0] for generation in alone]
+        assert together.logprobs == [generation.logprobs[0] for generation in alone]
+
+
+def test_model_when_quantised_then_near_the_reference_and_nearer_to_the_full_one_with_more_bits(tmp_path: Path) -> None:
+    folder, prompts = build_checkpoint("qwen3", tmp_path / "qwen3"), ragged_prompts()
+    answers = {}
+    for quantization in ("none", "int8", "int4"):
+        model, kernels = load(folder, dtype="float32", quantization=quantization)
+        answers[quantization] = paged_greedy(model, kernels, prompts, 1)
+    config = ModelConfig(model=str(folder), dtype="float32", quantization="int8")
+    oracle = load_model(config, tp=TensorParallel.single(), kernels=ReferenceBackend(), device=CPU)
+    assert largest_difference(paged_greedy(oracle, ReferenceBackend(), prompts, 1), answers["int8"]) < 1e-4
+    off = {name: largest_difference(answers[name], answers["none"]) for name in ("int8", "int4")}
+    assert 0.0 < off["int8"] < off["int4"]
+
+
+def test_linears_of_a_model_when_quantised_then_routers_are_not_and_the_vocabulary_keeps_eight_bits(
+    tmp_path: Path,
+) -> None:
+    for name, backend in (("qwen3_moe", "native"), ("qwen3", "transformers")):
+        kernels = Recorder()
+        config = ModelConfig(
+            model=str(build_checkpoint(name, tmp_path / name)), quantization="int4", model_backend=backend
+        )
+        model = load_model(config, tp=TensorParallel.single(), kernels=kernels, device=CPU)
+        vocab = [scheme for shape, scheme in kernels.packed if shape[0] == model.spec.vocab_size]
+        others = [scheme for shape, scheme in kernels.packed if shape[0] != model.spec.vocab_size]
+        assert vocab == ["int8"]
+        assert others.count(None) == (1 if name == "qwen3_moe" else 0)  # one of its layers has experts
+        assert set(others) <= {"int4", None}
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
+def test_layers_split_over_two_ranks_when_quantised_then_rows_and_whole_groups_have_the_weights_of_one(
+    scheme: WeightScheme,
+) -> None:
+    kernels, weight = CpuBackend(), torch.randn(96, 4 * scheme.group)
+    x = torch.randn(5, 4 * scheme.group)
+    whole = kernels.pack_linear(weight, None, scheme)
+    rows, sums = [], []
+    for rank in range(2):
+        tp = TensorParallel(rank, 2, None)
+        build = LayerBuilder(OneTensor(weight), tp, kernels, torch.float32, CPU, scheme)  # type: ignore[arg-type]
+        part = tp.shard(96, "rows")
+        rows.append(build.merged_linear([RowSlice("a", 96, part.start, part.stop)], x.shape[1], bias=False)(x))
+        columns = tp.shard(x.shape[1], "columns")
+        split = build.row_parallel_linear("a", x.shape[1], 96, bias=False)._linear
+        assert isinstance(split, QuantizedLinear)
+        sums.append(split(x[:, columns]))
+    assert torch.equal(torch.cat(rows, dim=1), whole(x))
+    torch.testing.assert_close(sums[0] + sums[1], whole(x), rtol=1e-5, atol=1e-4)
+
+
+def test_quantisation_where_kernels_have_none_when_checked_then_config_error_and_none_elsewhere() -> None:
+    class Triton:
+        name = "triton"
+
+    for name in SCHEMES:
+        with pytest.raises(ConfigError, match=f"--quantization {name} runs on CPUs only so far"):
+            check_quantization(ModelConfig(quantization=name), Triton())  # type: ignore[arg-type]
+        check_quantization(ModelConfig(quantization=name), CpuBackend())
+    check_quantization(ModelConfig(), Triton())  # type: ignore[arg-type]

@@ -1,0 +1,185 @@
+"""Quantised linear layers: against float64 on the weights they stand for, and bitwise independent of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu_backend import CpuBackend
+from kernels.linear.quantized import QuantizedLinear
+from kernels.linear.reference import dequantize, quantize
+from kernels.linear.schemes import INT4, INT8, WeightScheme, head_scheme
+from kernels.reference_backend import ReferenceBackend
+from tests.kernels.native_cases import DTYPES, ISAS, TOLERANCE, relative_error, same_bits
+
+pytestmark = pytest.mark.stage0
+
+ROWS = (1, 2, 3, 5, 7, 8, 13, 33, 96, 100)
+# Neither n nor k a multiple of a panel, a chunk or a group; one, some and many groups; more than one block of panels.
+SHAPES = ((1, 1), (16, 8), (17, 33), (48, 64), (100, 65), (163, 259))
+SCHEMES = (INT8, INT4, replace(INT8, group=64), replace(INT4, group=128))
+
+
+def weights_of(backend: CpuBackend, weight: Tensor, scheme: WeightScheme) -> Tensor:
+    """The weights that a packed layer stands for: rows of the identity pick them out, scale * integer being exact."""
+    identity = torch.eye(weight.shape[1], dtype=weight.dtype)
+    picked = backend.pack_linear(weight, None, scheme)(identity, torch.float32)
+    return picked.T.contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(isa: str, dtype: torch.dtype) -> None:
+    backend = CpuBackend(isa)
+    for scheme in SCHEMES:
+        for n, k in SHAPES:
+            torch.manual_seed(n * 1000 + k)
+            weight, bias, x = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(128, k).to(dtype)
+            linear = backend.pack_linear(weight, bias, scheme)
+            expected = x.double() @ weights_of(backend, weight, scheme).double().T + bias.double()
+            exact = linear(x, torch.float32)
+            assert relative_error(exact, expected) < TOLERANCE[torch.float32], (scheme, n, k)
+            assert same_bits(linear(x), exact.to(dtype)), (scheme, n, k)
+            for rows in ROWS:
+                start = 128 - rows
+                assert same_bits(linear(x[start:], torch.float32), exact[start:]), (scheme, n, k, rows)
+                assert same_bits(linear(x[:rows]), exact[:rows].to(dtype)), (scheme, n, k, rows)
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("isa", ISAS)
+def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(isa: str, scheme: WeightScheme) -> None:
+    weight, x = torch.randn(200, 300).bfloat16(), torch.randn(300, 300).bfloat16()
+    linear = CpuBackend(isa).pack_linear(weight, None, scheme)
+    whole = linear(x)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert same_bits(linear(x), whole)
+            assert same_bits(CpuBackend(isa).pack_linear(weight, None, scheme)(x), whole)
+    finally:
+        torch.set_num_threads(before)
+    for row in (0, 95, 96, 191, 192, 288, 299):
+        assert same_bits(linear(x[row : row + 1])[0], whole[row])
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("isa", ISAS)
+def test_weights_when_quantised_then_as_the_definition_says(isa: str, scheme: WeightScheme) -> None:
+    weight = torch.randn(100, 331) * torch.logspace(-12, 3, 100).unsqueeze(1)
+    weight[3] = 0.0
+    integers, scales = quantize(weight, scheme)
+    expected = dequantize(integers, scales, scheme)
+    actual = weights_of(CpuBackend(isa), weight, scheme)
+    if scheme is INT8:
+        assert same_bits(actual, expected)
+    else:  # equally good steps may be chosen differently
+        assert (actual != expected).any(dim=1).float().mean() < 0.1
+        error, least = (actual - weight).norm(dim=1), (expected - weight).norm(dim=1)
+        torch.testing.assert_close(error, least, rtol=1e-3, atol=0.0)
+    assert not actual[3].any()
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_integer_when_packed_then_it_comes_back(isa: str, scheme: WeightScheme) -> None:
+    """Multiples of a power of two, the largest among them in every group: nothing is left to round."""
+    generator = torch.Generator().manual_seed(0)
+    integers = torch.randint(scheme.lowest, scheme.highest + 1, (40, 3 * scheme.group), generator=generator)
+    integers[:, :: scheme.group] = scheme.lowest
+    weight = integers * torch.tensor([0.5, -2.0]).repeat(20).unsqueeze(1)
+    for dtype in DTYPES:
+        assert same_bits(weights_of(CpuBackend(isa), weight.to(dtype), scheme), weight)
+
+
+def test_gaussian_weights_when_quantised_then_error_is_what_the_bits_allow() -> None:
+    weight = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    backend = CpuBackend()
+    errors = {scheme.name: relative_error(weights_of(backend, weight, scheme), weight) for scheme in (INT8, INT4)}
+    assert errors["int8"] < 0.007
+    assert errors["int4"] < 0.092
+    steps = dequantize(torch.ones(256, 1024), quantize(weight, INT8)[1], INT8)
+    assert ((weights_of(backend, weight, INT8) - weight).abs() <= steps.abs() / 2 * 1.0001).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
+def test_strided_input_and_weight_when_multiplied_then_as_contiguous(scheme: WeightScheme, dtype: torch.dtype) -> None:
+    weight, x = torch.randn(40, 64).to(dtype), torch.randn(9, 64).to(dtype)
+    backend = CpuBackend()
+    linear = backend.pack_linear(weight[:33, 8:40], None, scheme)
+    expected = backend.pack_linear(weight[:33, 8:40].clone(), None, scheme)(x[:, 3:35].clone())
+    assert same_bits(linear(x[:, 3:35]), expected)
+    assert same_bits(linear(x[:, 3:35].T.contiguous().T), expected)
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_that_are_not_finite_when_multiplied_then_the_others_are_as_before(isa: str, scheme: WeightScheme) -> None:
+    weight, x = torch.randn(70, 90).bfloat16(), torch.randn(20, 90).bfloat16()
+    linear = CpuBackend(isa).pack_linear(weight, None, scheme)
+    clean = linear(x)
+    x[4, 7], x[11] = float("nan"), float("inf")
+    spoilt = linear(x)
+    assert spoilt[4].isnan().all()
+    assert not spoilt[11].isfinite().any()
+    others = [row for row in range(20) if row not in (4, 11)]
+    assert same_bits(spoilt[others], clean[others])
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_weight_that_is_not_finite_when_quantised_then_its_row_of_results_says_so(
+    isa: str, scheme: WeightScheme
+) -> None:
+    weight, x = torch.randn(40, 50), torch.randn(3, 50)
+    weight[5, 49], weight[38, 0] = float("nan"), float("-inf")
+    for linear in (backend.pack_linear(weight, None, scheme) for backend in (CpuBackend(isa), ReferenceBackend())):
+        bad = linear(x).isnan()
+        assert bad[:, [5, 38]].all()
+        assert int(bad.sum()) == 6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
+def test_reference_backend_and_torch_without_kernels_when_multiplied_then_as_the_native_layer(
+    scheme: WeightScheme, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    integers = torch.randint(scheme.lowest, scheme.highest + 1, (30, 70), generator=generator)
+    integers[:, :: scheme.group] = scheme.lowest
+    weight, bias, x = (integers / 64).to(dtype), torch.randn(30).to(dtype), torch.randn(5, 70).to(dtype)
+    expected = CpuBackend().pack_linear(weight, bias, scheme)(x)
+    for backend in (ReferenceBackend(), CpuBackend("no such instruction set")):
+        linear = backend.pack_linear(weight, bias, scheme)
+        assert linear(x).dtype == dtype
+        assert relative_error(linear(x), expected) < TOLERANCE[dtype]
+
+
+def test_packed_layer_when_original_is_overwritten_then_unchanged_and_small() -> None:
+    weight, bias, x = torch.randn(200, 256).bfloat16(), torch.randn(200), torch.randn(3, 256).bfloat16()
+    for scheme, nbytes in ((INT8, 208 * 256 + 208 * 2 * 2), (INT4, 208 * 128 + 208 * (256 // INT4.group) * 2)):
+        linear = CpuBackend().pack_linear(weight, bias, scheme)
+        assert isinstance(linear, QuantizedLinear)
+        before = linear(x)
+        kept = weight.clone()
+        weight.fill_(float("nan"))
+        assert same_bits(linear(x), before)
+        weight.copy_(kept)
+        assert linear.weight_nbytes == nbytes
+
+
+def test_head_scheme_when_layers_are_quantised_then_int8() -> None:
+    assert head_scheme(None) is None
+    assert head_scheme(INT4) is head_scheme(INT8) is INT8
+
+
+def test_triton_backend_when_asked_for_quantised_weights_then_value_error() -> None:
+    triton_backend = pytest.importorskip("kernels.triton_backend")
+    backend = object.__new__(triton_backend.TritonBackend)  # packing looks at nothing but the scheme
+    with pytest.raises(ValueError, match="'triton' has no int8 weights"):
+        backend.pack_linear(torch.randn(4, 4), None, INT8)
