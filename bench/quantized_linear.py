@@ -1,9 +1,9 @@
 """How fast quantised linears are beside bf16 ones: `python -m bench.quantized_linear [--threads 2] [--rows 1 16 256]`.
 
-For few rows every call takes another copy of the weights, so many of them that no cache holds one until it comes round again;
-the figure to look at is then the rate at which packed weights are read, in terms of what two threads read at best, doing
-nothing else. For many rows it is the time in terms of the bf16 kernel's. Each figure is of the fastest call: what else runs
-on the machine makes calls slower, never faster.
+For few rows every call takes another copy of the weights, so many of them that no cache holds one until it comes round
+again; the figure to look at is then the rate at which packed weights are read, in terms of what the threads read at
+best, doing nothing else. For many rows it is the time in terms of the bf16 kernel's. Each figure is of the fastest
+call: what else runs on the machine makes calls slower, never faster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _COLD_BYTES = 400_000_000  # of all copies of a weight together
 _SECONDS = 2.0  # for each figure
 
 
-def fastest(calls: list[Callable[[], object]], seconds: float) -> float:
+def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> float:
     """Seconds of the fastest call while they are called in turn, each at least twice."""
     best, began, rounds = float("inf"), time.perf_counter(), 0
     while rounds < 2 or time.perf_counter() - began < seconds:
@@ -68,7 +69,7 @@ def measure(rows: list[int]) -> list[dict[str, Any]]:
             x = torch.randn(count, k).bfloat16()
             entry: dict[str, Any] = {"k": k, "n": n, "rows": count}
             for name, copies in ways.items():
-                calls: list[Callable[[], object]] = [lambda copy=copy: copy(x) for copy in copies]  # type: ignore[misc]
+                calls = [partial(copy, x) for copy in copies]
                 seconds = fastest(calls[:2] if count > 64 else calls, _SECONDS)
                 entry[f"{name}_us"] = round(seconds * 1e6, 1)
                 entry[f"{name}_read_share"] = round(copies[0].weight_nbytes / seconds / rate, 3)

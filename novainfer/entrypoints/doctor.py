@@ -133,8 +133,10 @@ def memory(config: ServeConfig) -> Verdict:
     free = psutil.virtual_memory().available
     weights = _weights_bytes(config)
     finding = f"{free / _GIB:.1f} GiB available, the weights have {weights / _GIB:.2f} GiB"
-    if weights > free:
-        return Verdict("memory", FAIL, finding, "free memory, or choose a smaller model or type (--dtype bfloat16)")
+    is_quantized = config.model.quantization != "none"  # then at most half of 16 bits, but for the embedding
+    if weights > free * (2 if is_quantized else 1):
+        fix = "free memory, or choose a smaller model or type (--dtype bfloat16, --quantization int8)"
+        return Verdict("memory", FAIL, finding, fix)
     if free < 2 * _GIB:
         return Verdict("memory", WARN, finding, "Ray and torch alone take about 1.5 GiB")
     return Verdict("memory", OK, finding)
