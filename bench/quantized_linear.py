@@ -24,6 +24,7 @@ from kernels.linear.schemes import SCHEMES
 
 SHAPES = ((1024, 3072), (3072, 1024), (1024, 151936))  # (K, N)
 _COLD_BYTES = 400_000_000  # of all copies of a weight together
+_PIECE_BYTES = 40_000_000
 _SECONDS = 2.0  # for each figure
 
 
@@ -40,9 +41,9 @@ def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> float:
 
 
 def read_rate() -> float:
-    """Bytes a second that all threads together read from memory: the sum of integers, in pieces of an L2 cache each."""
-    data = torch.ones(_COLD_BYTES // 8, dtype=torch.int64)
-    return data.nbytes / fastest([data.sum], _SECONDS)
+    """Bytes a second that all threads together read from memory: sums of integers, in pieces that take a millisecond."""
+    pieces = torch.ones(_COLD_BYTES // _PIECE_BYTES, _PIECE_BYTES // 8, dtype=torch.int64)
+    return _PIECE_BYTES / fastest([piece.sum for piece in pieces], _SECONDS)
 
 
 def packed_ways(k: int, n: int) -> dict[str, list[NativeLinear]]:
