@@ -52,9 +52,9 @@ class NativeLinear:
         return self._addresses[self.dtype]
 
     @property
-    def arguments(self) -> LinearArguments:
+    def arguments(self) -> ctypes.Structure:
         """The kernel's, for an output in the weight's dtype; they live as long as this object."""
-        return self._arguments[self.dtype]
+        return self._structs[self.dtype]
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] in the weight's dtype -> [M, N] in out_dtype, float32 or by default x's dtype."""

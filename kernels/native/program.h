@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "kv_store.h"
 #include "linear.h"
+#include "quantized.h"
 #include "rowwise.h"
 
 // Mirrored by `kernels.native.program.StepInputs`.
@@ -29,7 +30,8 @@ struct Operation {
 
 namespace {
 
-enum OperationKind { kNormOp, kLinearOp, kRotaryOp, kStoreKvOp, kAttentionOp, kActMulOp };  // as `kernels.native.program` has them
+// As `kernels.native.program` has them.
+enum OperationKind { kNormOp, kLinearOp, kQuantizedOp, kRotaryOp, kStoreKvOp, kAttentionOp, kActMulOp };
 
 template <class T>
 void norm_heads(NormArguments args, const Operation& operation, long num_tokens) {
@@ -56,6 +58,11 @@ bool run_operation(const Operation& operation, const StepInputs& step, long thre
         case kLinearOp: {
             const LinearArguments& args = *(const LinearArguments*)operation.arguments;
             linear(args, (const T*)operation.x, operation.x_stride, operation.y, step.num_tokens, threads);
+            return true;
+        }
+        case kQuantizedOp: {
+            const QuantizedArguments& args = *(const QuantizedArguments*)operation.arguments;
+            quantized_linear(args, (const T*)operation.x, operation.x_stride, operation.y, step.num_tokens, threads);
             return true;
         }
         case kRotaryOp: {

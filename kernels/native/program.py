@@ -14,12 +14,13 @@ from kernels.backend import AttentionMetadata, AttentionParams, Linear
 from kernels.checks import check_act_mul, check_rotary
 from kernels.kv_store.cpu import is_packed, store_arguments
 from kernels.linear.cpu import PackedLinear
+from kernels.linear.quantized import QuantizedLinear
 from kernels.native.library import DTYPES, NativeLibrary
 from kernels.paged_attention.cpu import attention_arguments, is_usual
 from kernels.rms_norm.cpu import norm_arguments
 from kernels.rotary.cpu import rotary_arguments
 
-_NORM, _LINEAR, _ROTARY, _STORE_KV, _ATTENTION, _ACT_MUL = range(6)
+_NORM, _LINEAR, _QUANTIZED, _ROTARY, _STORE_KV, _ATTENTION, _ACT_MUL = range(7)
 
 
 class StepInputs(ctypes.Structure):
@@ -81,11 +82,12 @@ class NativeProgram:
 
     def linear(self, linear: Linear, x: Tensor, out: Tensor) -> None:
         """out [capacity, n] = linear(x [capacity, k])."""
-        if not isinstance(linear, PackedLinear):
+        if not isinstance(linear, PackedLinear | QuantizedLinear):
             raise ValueError(f"a {type(linear).__name__} cannot be recorded")
         if (x.shape[1], out.shape[1], x.dtype) != (linear.in_features, linear.out_features, linear.dtype):
             raise ValueError("the buffers do not fit the linear layer")
-        self._add(_LINEAR, linear.arguments, linear, x=x.data_ptr(), y=out.data_ptr(), x_stride=x.stride(0))
+        kind = _LINEAR if isinstance(linear, PackedLinear) else _QUANTIZED
+        self._add(kind, linear.arguments, linear, x=x.data_ptr(), y=out.data_ptr(), x_stride=x.stride(0))
 
     def rotary(self, query: Tensor, key: Tensor, cos_sin: Tensor) -> None:
         """Rotate [capacity, heads, dim] views in place."""
