@@ -67,6 +67,10 @@ class Linear(Protocol):
         """x [M, K] -> [M, N] in x's dtype. In an exact backend the bits of row m depend on x[m] alone."""
         ...
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The same numbers in float32."""
+        ...
+
 
 class Program(Protocol):
     """A model's layers, recorded once over buffers of `capacity` tokens and run as one call for steps of up to so many.

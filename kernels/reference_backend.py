@@ -38,6 +38,10 @@ class ReferenceLinear:
             out[row] = F.linear(x[row : row + 1], self._weight, self._bias)[0]
         return out
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The same numbers in float32."""
+        return self(x).float()
+
 
 class ReferenceBackend:
     """See `kernels.backend.KernelBackend` for the contract of every method."""

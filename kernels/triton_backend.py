@@ -39,6 +39,10 @@ class TorchLinear:
         checks.check_shape("x", x, [None, self._weight.shape[1]])
         return F.linear(x, self._weight, self._bias)
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The same numbers in float32."""
+        return self(x).float()
+
 
 class TritonBackend:
     """See `kernels.backend.KernelBackend` for the contract of every method."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from kernels.checks import check_dtype, check_linear
 from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contiguous, panel_shape
 
+_ROUNDED = 3  # float32 that holds what the weight's dtype would; see native/linear.h
+
 
 class LinearArguments(ctypes.Structure):
     """Mirrors the struct of the same name in native/linear.h."""
@@ -39,35 +41,44 @@ class NativeLinear:
         self._function = function
         self._packed = packed
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
-        self._structs: dict[torch.dtype, ctypes.Structure] = {}
-        self._addresses: dict[torch.dtype, int] = {}
+        self._structs: dict[int, ctypes.Structure] = {}  # by the output's number
+        self._addresses: dict[int, int] = {}
 
     def _pass(self, make: Callable[[LinearArguments], ctypes.Structure]) -> int:
         """Keep the kernel's arguments, made of a layer's, for every type of result; the address of one of them."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
         numbers = (self._packed.data_ptr(), bias, self.out_features, self.in_features, DTYPES[self.dtype])
-        for dtype in (self.dtype, torch.float32):
-            self._structs[dtype] = make(LinearArguments(*numbers, DTYPES[dtype]))
-            self._addresses[dtype] = ctypes.addressof(self._structs[dtype])
-        return self._addresses[self.dtype]
+        for code in (DTYPES[self.dtype], DTYPES[torch.float32], _ROUNDED):
+            self._structs[code] = make(LinearArguments(*numbers, code))
+            self._addresses[code] = ctypes.addressof(self._structs[code])
+        return self._addresses[DTYPES[self.dtype]]
 
     @property
     def arguments(self) -> ctypes.Structure:
         """The kernel's, for an output in the weight's dtype; they live as long as this object."""
-        return self._structs[self.dtype]
+        return self._structs[DTYPES[self.dtype]]
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The same numbers in float32."""
+        return self._run(x, _ROUNDED, torch.float32)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] in the weight's dtype -> [M, N] in out_dtype, float32 or by default x's dtype."""
+        dtype = out_dtype or self.dtype
+        if dtype not in (self.dtype, torch.float32):
+            raise ValueError(f"out_dtype must be {self.dtype} or torch.float32, got {dtype}")
+        return self._run(x, DTYPES[dtype], dtype)
+
+    def _run(self, x: Tensor, out_code: int, dtype: torch.dtype) -> Tensor:
         if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype is not self.dtype:
             raise ValueError(f"x must be [*, {self.in_features}] in {self.dtype}, got {list(x.shape)} in {x.dtype}")
-        dtype = out_dtype or self.dtype
-        if dtype not in self._addresses:
-            raise ValueError(f"out_dtype must be {self.dtype} or torch.float32, got {dtype}")
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=dtype)
-        self._function(self._addresses[dtype], x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
+        self._function(
+            self._addresses[out_code], x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads()
+        )
         return out
 
 

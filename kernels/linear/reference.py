@@ -34,6 +34,10 @@ class TorchLinear:
         bias = None if self._bias is None else self._bias.to(out_dtype)
         return F.linear(x.to(out_dtype), self._weight.to(out_dtype), bias)
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The same numbers in float32."""
+        return self(x).float()
+
 
 class DequantizedLinear:
     """A quantised layer that holds its weights in fp32: right to the last rounding, but no smaller than before."""
@@ -55,6 +59,10 @@ class DequantizedLinear:
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] -> [M, N] in out_dtype, by default x's."""
         return self._linear(x.float()).to(out_dtype or x.dtype)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The same numbers in float32."""
+        return self(x).float()
 
 
 def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,13 @@ struct LinearArguments {
     const void* packed;  // panels of 16 output columns, see microkernel.h
     const float* bias;   // [n] or null
     int64_t n, k;
-    int64_t dtype, out_dtype;  // of x and packed; of y
+    int64_t dtype, out_dtype;  // of x and packed; of y, or kRounded
 };
 
 namespace {
 
 constexpr int64_t kFloat32 = 0;   // the element type's number, see isa.cpp
+constexpr int64_t kRounded = 3;   // float32 that holds what the element type would
 constexpr long kTileRows = 96;    // rows whose operands stay in the cache while the weights pass by
 constexpr long kGroupPanels = 4;  // panels that one thread takes at a time
 constexpr int kBlockRows = kWidth == 16 ? 8 : 4;
@@ -86,6 +87,8 @@ struct Output {
                 const Vec values = sums[m][n] + bias;
                 if (args.out_dtype == kFloat32) {
                     store_some((float*)y + at, values, count);
+                } else if (args.out_dtype == kRounded) {
+                    store_some((float*)y + at, rounded(values, (const T*)nullptr), count);
                 } else {
                     store_some((T*)y + at, values, count);
                 }

@@ -31,11 +31,6 @@ namespace {
 
 enum Activation { kSilu, kGeluTanh, kGelu };  // as `kernels.backend.ACTIVATIONS` orders them
 
-// x as it is after a trip through the element type.
-INLINE Vec rounded(const Vec& x, const float*) { return x; }
-INLINE Vec rounded(const Vec& x, const Bf16*) { return round_bf16(x); }
-INLINE Vec rounded(const Vec& x, const Fp16*) { VEC_MAP(part_widen(part_narrow(x.p[i]))); }
-
 template <class T>
 void rms_norm_row(const NormArguments& args, long row) {
     const T *x = (const T*)args.x + row * args.x_stride, *weight = (const T*)args.weight;

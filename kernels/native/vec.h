@@ -263,4 +263,9 @@ INLINE Vec exp(const Vec& x) {
 // tanh x within about 1e-7 absolute.
 INLINE Vec tanh(const Vec& x) { return splat(1.0f) - splat(2.0f) / (exp(x + x) + splat(1.0f)); }
 
+// x as it is after a trip through the element type.
+INLINE Vec rounded(const Vec& x, const float*) { return x; }
+INLINE Vec rounded(const Vec& x, const Bf16*) { return round_bf16(x); }
+INLINE Vec rounded(const Vec& x, const Fp16*) { VEC_MAP(part_widen(part_narrow(x.p[i]))); }
+
 }  // namespace

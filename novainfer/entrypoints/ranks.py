@@ -62,7 +62,9 @@ def kill_ranks(ranks: Sequence[ChildState]) -> None:
 
 
 class StrayRanks:
-    """Processes that are stopped (SIGSTOP) while ranks are started: who has not said a word is known to Ray alone."""
+    """Processes that are stopped (SIGSTOP) while ranks are started, spare ones too: who has not said a word is known to
+    Ray alone.
+    """
 
     def __init__(self) -> None:
         self._since: dict[psutil.Process, float] = {}

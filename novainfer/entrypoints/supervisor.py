@@ -271,7 +271,7 @@ class Supervisor:
 
     def _find_hang(self) -> None:
         """What has not been heard of for too long is killed and replaced."""
-        if any(rank.phase == Phase.SPAWNED for rank in self.table.of(ROLE_WORKER)):
+        if self._workers.prepares_spare or any(r.phase == Phase.SPAWNED for r in self.table.of(ROLE_WORKER)):
             self._strays.kill_stopped(time.monotonic())
         for child, words in self._watch.look(list(self.table.children.values()), time.monotonic()):
             if child.role == ROLE_WORKER:

@@ -70,6 +70,7 @@ class WorkerThread:
         self._num_blocks = 0  # of each rank
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
         self.losses: deque[tuple[int, str]] = deque()
+        self.prepares_spare = False  # a spare group is on its way, and nothing of it has been heard yet
 
     def start(self, epoch: int) -> None:
         """Begin to start the first group."""
@@ -121,6 +122,7 @@ class WorkerThread:
         with self._news:
             self._news.wait_for(lambda: self._is_stopping or self._wanted)
         group.end()
+        self.prepares_spare = False
         with self._news:
             while self._wanted is not None and not self._is_stopping:
                 epoch, due = self._wanted
@@ -153,10 +155,13 @@ class WorkerThread:
         """Prepare a spare group, and see how far it is. Whatever becomes of it, the group that serves goes on."""
         try:
             if shall_prepare:
+                self.prepares_spare = True
                 group.prepare(self._num_blocks)
             if group.tend():
+                self.prepares_spare = False
                 self._spare_restarts.serves(time.monotonic())
         except Exception as error:
+            self.prepares_spare = False
             logger.debug("no spare worker group", exc_info=True)
             delay = self._spare_restarts.delay(time.monotonic())
             if delay is None:

@@ -27,6 +27,7 @@ class Group:
         self.prepare_fault: Exception | None = None
         self.is_whole = True
         self.tended = threading.Semaphore(0)
+        self.loads = False  # the spare does not stand by yet
         self._is_prepared = False
 
     def start(self, epoch: int) -> None:
@@ -47,7 +48,7 @@ class Group:
         if self.fault is not None and self._is_prepared:
             self._is_prepared = False
             raise self.fault
-        return self._is_prepared
+        return self._is_prepared and not self.loads
 
     def end(self) -> None:
         self.calls.put(("end",))
@@ -144,3 +145,25 @@ def test_given_a_spare_that_loads_when_the_server_stops_then_the_group_is_stoppe
     assert workers.thread.stop(PATIENCE)
     assert [workers.group.next_call() for _ in range(2)] == [("end",), ("stop",)]
     assert workers.group.calls.empty()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_given_a_spare_that_loads_when_it_stands_by_or_is_lost_then_nobody_waits_for_it_any_more(
+    workers: Workers, is_lost: bool
+) -> None:
+    group, thread = workers.group, workers.thread
+    group.loads = True
+    assert not thread.prepares_spare
+    thread.prepare(BLOCKS)
+    assert group.next_call() == ("prepare", BLOCKS)
+    for _ in range(2):
+        assert group.tended.acquire(timeout=PATIENCE)
+    assert thread.prepares_spare
+    if is_lost:
+        group.fault = RuntimeError("lost")
+    group.loads = False
+    for _ in range(100):  # the look after the one that is on
+        assert group.tended.acquire(timeout=PATIENCE)
+        if not thread.prepares_spare:
+            return
+    raise AssertionError("it is still waited for")

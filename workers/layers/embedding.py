@@ -50,6 +50,12 @@ class VocabProjection:
         self._tp = tp
         self._vocab_size = vocab_size
 
+    def in_float32(self, hidden: Tensor) -> Tensor:
+        """The same numbers, contiguous, in float32."""
+        if self._tp.world_size > 1:  # what ranks send one another stays small
+            return self(hidden).float().contiguous()
+        return self._linear.in_float32(hidden)[:, : self._vocab_size].contiguous()
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] in the model's dtype, on every rank."""
         return self._tp.gather_columns(self._linear(hidden))[:, : self._vocab_size]

@@ -60,6 +60,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] float32."""
         spec = self.spec
+        if spec.logits_divisor == 1.0 and spec.logits_soft_cap is None:
+            return self._head.in_float32(hidden)
         logits = self._head(hidden)
         if spec.logits_divisor != 1.0:
             logits = logits / spec.logits_divisor
