@@ -42,7 +42,7 @@ def json_string(text: str) -> str:
 
 
 _SHORT = 16  # characters; tokens are not much longer
-_MOST_KNOWN = 1 << 17
+_MOST_KNOWN = 1 << 15
 _known: dict[str, bytes] = {}  # short texts as JSON; tokens come again and again
 
 

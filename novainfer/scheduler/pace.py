@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Tenants far above their share may double the time of a step; steps of up to this many seconds disturb nobody.
+# Tenants far above their share may make a step so many times as long; steps of up to so many seconds disturb nobody.
+MOST_GROWTH = 1.5
 UNDISTURBED_SECONDS = 0.02
 _KEPT = 0.99  # of what earlier steps said, after each step
 _RIDGE = 1e-3
@@ -38,7 +39,7 @@ class StepPace:
         """How many of `others` a step with the rows `base` may hold too; each row is given by its context in tokens."""
         if self._num_steps < _MIN_STEPS:
             return len(others)
-        allowed = max(2 * self._predict(len(base), sum(base)), UNDISTURBED_SECONDS)
+        allowed = max(MOST_GROWTH * self._predict(len(base), sum(base)), UNDISTURBED_SECONDS)
         context = sum(base)
         for count, length in enumerate(others):
             context += length

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from novainfer.scheduler.pace import UNDISTURBED_SECONDS, StepPace
+from novainfer.scheduler.pace import MOST_GROWTH, UNDISTURBED_SECONDS, StepPace
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage1]
 
@@ -23,12 +23,12 @@ def learnt(fixed: float, per_row: float, per_context: float, *, noise: float = 0
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_given_steps_that_grow_with_context_when_rows_are_asked_for_then_a_step_at_most_doubles(noise: float) -> None:
+def test_given_steps_that_grow_with_context_when_rows_are_asked_for_then_a_step_grows_no_more_than_allowed(noise: float) -> None:
     pace = learnt(0.01, 0.0001, 2e-6, noise=noise)
     base = [1000] * 8  # 27 ms by themselves
     allowed = pace.rows_allowed(base, [2000] * 56)
     seconds = 0.01 + 0.0001 * (8 + allowed) + 2e-6 * (8000 + 2000 * allowed)
-    assert seconds == pytest.approx(2 * 0.0268, rel=0.15)
+    assert seconds == pytest.approx(MOST_GROWTH * 0.0268, rel=0.15)
 
 
 def test_given_steps_that_hardly_grow_when_rows_are_asked_for_then_all_may_run() -> None:
