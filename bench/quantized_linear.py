@@ -41,7 +41,7 @@ def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> float:
 
 
 def read_rate() -> float:
-    """Bytes a second that all threads together read from memory: sums of integers, in pieces of a millisecond."""
+    """Bytes a second that the threads together read from memory: sums of integers, a millisecond each."""
     pieces = torch.ones(_COLD_BYTES // _PIECE_BYTES, _PIECE_BYTES // 8, dtype=torch.int64)
     return _PIECE_BYTES / fastest([piece.sum for piece in pieces], _SECONDS)
 

@@ -76,22 +76,20 @@ struct Output {
     void* y;  // [all rows, n], of T or float
     long first_row;  // of the tile
 
-    // Sums of rows [row, row + M) over the columns of N panels from `panel` on; the bias is added to them.
+    // sums[..][n] of rows [row, row + M) over the columns of a panel; the bias is added to them.
     template <int M, int N>
-    INLINE void write(long row, long panel, const Vec (&sums)[M][N]) const {
-        UNROLL for (int n = 0; n < N; n++) {
-            const long column = (panel + n) * kLanes, count = args.n - column;
-            const Vec bias = args.bias == nullptr ? zero() : load_some(args.bias + column, count);
-            UNROLL for (int m = 0; m < M; m++) {
-                const long at = (first_row + row + m) * args.n + column;
-                const Vec values = sums[m][n] + bias;
-                if (args.out_dtype == kFloat32) {
-                    store_some((float*)y + at, values, count);
-                } else if (args.out_dtype == kRounded) {
-                    store_some((float*)y + at, rounded(values, (const T*)nullptr), count);
-                } else {
-                    store_some((T*)y + at, values, count);
-                }
+    INLINE void write(long row, long panel, const Vec (&sums)[M][N], int n) const {
+        const long column = panel * kLanes, count = args.n - column;
+        const Vec bias = args.bias == nullptr ? zero() : load_some(args.bias + column, count);
+        UNROLL for (int m = 0; m < M; m++) {
+            const long at = (first_row + row + m) * args.n + column;
+            const Vec values = sums[m][n] + bias;
+            if (args.out_dtype == kFloat32) {
+                store_some((float*)y + at, values, count);
+            } else if (args.out_dtype == kRounded) {
+                store_some((float*)y + at, rounded(values, (const T*)nullptr), count);
+            } else {
+                store_some((T*)y + at, values, count);
             }
         }
     }
@@ -141,8 +139,8 @@ struct LinearTile {
         UNROLL for (int m = 0; m < M; m++) {
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
         }
-        accumulate<Format, M, N, kWeightPrefetch>(acc, x + row * x_stride, x_stride, w, w_stride, steps);
-        output.template write<M, N>(row, panel, acc);
+        accumulate<Format>(acc, x + row * x_stride, x_stride, w, w_stride, steps, kWeightPrefetch);
+        UNROLL for (int n = 0; n < N; n++) output.write(row, panel + n, acc, n);
     }
 };
 

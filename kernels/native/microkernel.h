@@ -105,13 +105,13 @@ using Bf16Format = Bf16Panel;
 #endif
 
 // acc[m][n] += sum over `steps` of x[m] * w[n], in order. x rows lie x_stride apart, a panel's steps w_stride elements apart.
-// kPrefetch: how many bytes ahead of its use a panel is asked for; 0 leaves that to the processor.
-template <class Format, int M, int N, int kPrefetch = 0>
+// prefetch: how many bytes ahead of its use a panel is asked for; 0 leaves that to the processor.
+template <class Format, int M, int N>
 INLINE void accumulate(Vec (&acc)[M][N], const typename Format::X* x, long x_stride, const typename Format::T* const (&w)[N],
-                       long w_stride, long steps) {
+                       long w_stride, long steps, long prefetch = 0) {
     for (long k = 0; k < steps; k++) {
-        if (kPrefetch > 0) {
-            UNROLL for (int n = 0; n < N; n++) __builtin_prefetch((const char*)(w[n] + k * w_stride) + kPrefetch);
+        if (prefetch > 0) {
+            UNROLL for (int n = 0; n < N; n++) __builtin_prefetch((const char*)(w[n] + k * w_stride) + prefetch);
         }
         Format::step(acc, x + k * Format::kPack, x_stride, w, k * w_stride);
     }

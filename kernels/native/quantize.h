@@ -113,21 +113,19 @@ template <class T, class Format>
 void quantize(const QuantizedArguments& args, const T* weight, long row_stride, long threads) {
     const Records<Format> records(args);
     const double work = kCandidateWork * (Format::kBits == 4 ? kCandidates : 1) * args.layer.n * args.layer.k;
-    parallel_for(records.blocks(), work, threads, [&](long block) {
+    parallel_for(records.panels, work, threads, [&](long panel) {
         static thread_local Scratch scratch;
         float* columns = scratch.get<float>(records.group * kLanes);
-        const long width = records.width(block);
-        uint8_t* record = (uint8_t*)args.layer.packed + records.block_start(block);
+        uint8_t* scales = (uint8_t*)args.layer.packed + records.scales_at(panel);
+        uint8_t* chunks = (uint8_t*)args.layer.packed + records.chunks_at(panel);
+        const long step = records.step_bytes(panel);
         for (long group = 0; group < records.groups; group++) {
-            uint8_t* chunks = record + width * kScaleBytes;
-            memset(chunks, 0, records.steps(group) * width * kChunkBytes);
-            for (long i = 0; i < width; i++) {
-                const long first = (block * kGroupPanels + i) * kLanes, count = records.count(group);
-                transpose_group(weight, args.layer.n, row_stride, first, group * records.group, count, columns);
-                Bf16* scales = (Bf16*)(record + i * kScaleBytes);
-                quantize_group<Format>(columns, count, scales, chunks + i * kChunkBytes, width * kChunkBytes);
-            }
-            record += records.record_bytes(block);
+            const long count = records.count(group);
+            for (long i = 0; i < records.steps(group); i++) memset(chunks + i * step, 0, kChunkBytes);
+            transpose_group(weight, args.layer.n, row_stride, panel * kLanes, group * records.group, count, columns);
+            quantize_group<Format>(columns, count, (Bf16*)scales, chunks, step);
+            scales += records.record_bytes(panel);
+            chunks += records.record_bytes(panel);
         }
     });
 }

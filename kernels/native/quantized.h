@@ -15,13 +15,16 @@ struct QuantizedArguments {
 
 namespace {
 
+constexpr long kRecordPanels = 2;       // as many as pass over many rows at a time: they read one stream from end to end
+constexpr int kIntegerPrefetch = 2048;  // bytes
+constexpr long kSplitRows = kWidth == 16 ? kBlockRows : 0;  // below that, four panels pass over any number of rows at a time
 constexpr long kScaleBytes = kLanes * sizeof(Bf16);  // of one panel in one group
 
-// Where things lie: blocks of kGroupPanels panels (the last one may have fewer), in each one record per group. A record holds
-// the scales of its panels, then for each step one chunk per panel. So whoever multiplies reads one stream from end to end.
+// Where things lie: blocks of kRecordPanels panels (the last one may have fewer), in each one record per group. A record holds
+// the scales of its panels, then for each step one chunk per panel.
 template <class Format>
 struct Records {
-    static constexpr long pack = Format::kPack;
+    static constexpr long kPack = Format::kPack;
     long panels, groups, k, group;
 
     explicit Records(const QuantizedArguments& args)
@@ -30,14 +33,22 @@ struct Records {
           k(args.layer.k),
           group(args.group) {}
 
-    long blocks() const { return ceil_div(panels, kGroupPanels); }
-    long width(long block) const { return smaller(kGroupPanels, panels - block * kGroupPanels); }
     long count(long index) const { return smaller(group, k - index * group); }  // integers of a column in a group
-    long steps(long index) const { return ceil_div(count(index), pack); }
-    long record_bytes(long block) const { return width(block) * (kScaleBytes + group / pack * kChunkBytes); }
+    long steps(long index) const { return ceil_div(count(index), kPack); }
 
-    long block_start(long block) const {
-        return block * kGroupPanels * (groups * kScaleBytes + ceil_div(k, pack) * kChunkBytes);
+    // Of the block that a panel is in.
+    long width(long panel) const { return smaller(kRecordPanels, panels - panel / kRecordPanels * kRecordPanels); }
+    long step_bytes(long panel) const { return width(panel) * kChunkBytes; }
+    long record_bytes(long panel) const { return width(panel) * kScaleBytes + group / kPack * step_bytes(panel); }
+
+    // Of a panel: its scales and its first chunk in the record of the first group.
+    long scales_at(long panel) const {
+        const long panel_bytes = groups * kScaleBytes + ceil_div(k, kPack) * kChunkBytes;
+        return panel / kRecordPanels * kRecordPanels * panel_bytes + panel % kRecordPanels * kScaleBytes;
+    }
+    long chunks_at(long panel) const {
+        const long place = panel % kRecordPanels;
+        return scales_at(panel) + width(panel) * kScaleBytes + place * (kChunkBytes - kScaleBytes);
     }
 };
 
@@ -48,32 +59,53 @@ struct QuantizedTile {
     const typename Format::X* x;  // [rows, x_stride]
     long x_stride, rows;
     Output<T> output;
+    long far = kRecordPanels;  // of four panels, how far the last two are from the first two
 
     template <int M, int N>
     INLINE void block(long row, long panel) const {
-        const long block = panel / kGroupPanels, first = panel % kGroupPanels, width = records.width(block);
-        const uint8_t* record = packed + records.block_start(block);
+        const long step = records.step_bytes(panel), record = records.record_bytes(panel);
         const typename Format::X* from = x + row * x_stride;
+        const uint8_t *w[N], *scales[N];
         Vec total[M][N];
+        UNROLL for (int n = 0; n < N; n++) {
+            w[n] = packed + records.chunks_at(place(panel, n));
+            scales[n] = packed + records.scales_at(place(panel, n));
+        }
         UNROLL for (int m = 0; m < M; m++) {
             UNROLL for (int n = 0; n < N; n++) total[m][n] = zero();
         }
         for (long group = 0; group < records.groups; group++) {
-            const uint8_t* w[N];
             Vec acc[M][N];
-            UNROLL for (int n = 0; n < N; n++) w[n] = record + width * kScaleBytes + (first + n) * kChunkBytes;
             UNROLL for (int m = 0; m < M; m++) {
                 UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
             }
-            accumulate<Format, M, N, kWeightPrefetch>(acc, from, x_stride, w, width * kChunkBytes, records.steps(group));
+            accumulate<Format>(acc, from, x_stride, w, step, records.steps(group), kIntegerPrefetch);
             UNROLL for (int n = 0; n < N; n++) {
-                const Vec scale = load((const Bf16*)(record + (first + n) * kScaleBytes));
+                const Vec scale = load((const Bf16*)scales[n]);
                 UNROLL for (int m = 0; m < M; m++) total[m][n] = fma(scale, acc[m][n], total[m][n]);
+                w[n] += record;
+                scales[n] += record;
             }
-            record += records.record_bytes(block);
             from += records.group;
         }
-        output.template write<M, N>(row, panel, total);
+        UNROLL for (int n = 0; n < N; n++) output.write(row, place(panel, n), total, n);
+    }
+
+    INLINE long place(long panel, int n) const {
+        return n < kRecordPanels ? panel + n : panel + far + n - kRecordPanels;
+    }
+
+    // All rows, over panels [begin, end), where a block begins.
+    void run(long begin, long end) const {
+        long panel = begin;
+        if (kSplitRows > rows) {
+            // One half of the panels beside the other: two long streams, whose ends alone are fetched in vain.
+            QuantizedTile split = *this;
+            split.far = (end - begin) / kGroupPanels * kRecordPanels;
+            for (; panel < begin + split.far; panel += kRecordPanels) sweep_rows(split, panel, panel + kGroupPanels);
+            panel += split.far;
+        }
+        for (; panel < end; panel += kGroupPanels) sweep_rows(*this, panel, smaller(end, panel + kGroupPanels));
     }
 };
 
@@ -86,10 +118,8 @@ void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride,
         const uint8_t* packed = (const uint8_t*)layer.packed;
         const QuantizedTile<T, Format> tile{records, packed, operand, stride, rows, {layer, y, first}};
         const double work = (double)rows * layer.n * layer.k;
-        parallel_ranges(records.blocks(), 1, work, threads, [&](long begin, long end) {
-            for (long block = begin; block < end; block++) {
-                sweep_rows(tile, block * kGroupPanels, block * kGroupPanels + records.width(block));
-            }
+        parallel_ranges(ceil_div(records.panels, kGroupPanels), 1, work, threads, [&](long begin, long end) {
+            tile.run(begin * kGroupPanels, smaller(records.panels, end * kGroupPanels));
         });
     });
 }
