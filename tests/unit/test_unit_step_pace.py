@@ -23,7 +23,9 @@ def learnt(fixed: float, per_row: float, per_context: float, *, noise: float = 0
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_given_steps_that_grow_with_context_when_rows_are_asked_for_then_a_step_grows_no_more_than_allowed(noise: float) -> None:
+def test_given_steps_that_grow_with_context_when_rows_are_asked_for_then_a_step_grows_no_more_than_allowed(
+    noise: float,
+) -> None:
     pace = learnt(0.01, 0.0001, 2e-6, noise=noise)
     base = [1000] * 8  # 27 ms by themselves
     allowed = pace.rows_allowed(base, [2000] * 56)
