@@ -8,7 +8,9 @@ GPT-2's does.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from types import ModuleType
 from typing import Any
 
 
@@ -26,6 +28,10 @@ def main() -> None:
             return "gpt-2"
 
     model.get_vocab_base_pre = known_or_gpt2
+    if importlib.util.find_spec("sentencepiece") is None:
+        stand_in: Any = ModuleType("sentencepiece")
+        stand_in.SentencePieceProcessor = None
+        sys.modules["sentencepiece"] = stand_in
     converter: Any = importlib.import_module("convert_hf_to_gguf")
     sys.argv = [f"{sources}/convert_hf_to_gguf.py", *arguments]
     converter.main()
