@@ -27,6 +27,7 @@ def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(i
         exact = linear(x, torch.float32)
         assert relative_error(exact, expected) < TOLERANCE[torch.float32], (n, k)
         assert same_bits(linear(x), exact.to(dtype)), (n, k)
+        assert same_bits(linear.in_float32(x), linear(x).float()), (n, k)
         for rows in ROWS:
             start = 128 - rows
             assert same_bits(linear(x[start:], torch.float32), exact[start:]), (n, k, rows)
