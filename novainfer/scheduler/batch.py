@@ -72,6 +72,12 @@ class PlainTokens:
     indexes: list[int] = field(default_factory=list)  # output indexes
     token_ids: list[int] = field(default_factory=list)
 
+    def add(self, sequence: Sequence, index: int, token_id: int) -> None:
+        """One more."""
+        self.sequences.append(sequence)
+        self.indexes.append(index)
+        self.token_ids.append(token_id)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
