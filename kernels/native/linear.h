@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kFloat32 = 0;   // the element type's number, see isa.cpp
 constexpr int64_t kRounded = 3;   // float32 that holds what the element type would
-constexpr long kTileRows = 96;    // rows whose operands stay in the cache while the weights pass by
+constexpr long kTileRows = 256;   // rows for which the weights pass by once; their operands shall stay in the cache
 constexpr long kGroupPanels = 4;  // panels that one thread takes at a time
 constexpr int kBlockRows = kWidth == 16 ? 8 : 4;
 constexpr int kWeightPrefetch = 2048;  // bytes
@@ -76,20 +76,31 @@ struct Output {
     void* y;  // [all rows, n], of T or float
     long first_row;  // of the tile
 
-    // sums[..][n] of rows [row, row + M) over the columns of a panel; the bias is added to them.
+    // acc[m][n] of rows [row, row + M) over the columns of some panels; the bias is added to them.
     template <int M, int N>
-    INLINE void write(long row, long panel, const Vec (&sums)[M][N], int n) const {
-        const long column = panel * kLanes, count = args.n - column;
-        const Vec bias = args.bias == nullptr ? zero() : load_some(args.bias + column, count);
+    INLINE void write(long row, const long (&panels)[N], const Vec (&acc)[M][N]) const {
+        alignas(64) float sums[M * N * kLanes];
         UNROLL for (int m = 0; m < M; m++) {
-            const long at = (first_row + row + m) * args.n + column;
-            const Vec values = sums[m][n] + bias;
-            if (args.out_dtype == kFloat32) {
-                store_some((float*)y + at, values, count);
-            } else if (args.out_dtype == kRounded) {
-                store_some((float*)y + at, rounded(values, (const T*)nullptr), count);
-            } else {
-                store_some((T*)y + at, values, count);
+            UNROLL for (int n = 0; n < N; n++) store(sums + (m * N + n) * kLanes, acc[m][n]);
+        }
+        write_sums(row, panels, sums, M, N);
+    }
+
+    // Not in line: what it needs of registers would be missing in the loop over K.
+    NOINLINE void write_sums(long row, const long* panels, const float* sums, long num_rows, long num_panels) const {
+        for (long n = 0; n < num_panels; n++) {
+            const long column = panels[n] * kLanes, count = args.n - column;
+            const Vec bias = args.bias == nullptr ? zero() : load_some(args.bias + column, count);
+            for (long m = 0; m < num_rows; m++) {
+                const long at = (first_row + row + m) * args.n + column;
+                const Vec values = load(sums + (m * num_panels + n) * kLanes) + bias;
+                if (args.out_dtype == kFloat32) {
+                    store_some((float*)y + at, values, count);
+                } else if (args.out_dtype == kRounded) {
+                    store_some((float*)y + at, rounded(values, (const T*)nullptr), count);
+                } else {
+                    store_some((T*)y + at, values, count);
+                }
             }
         }
     }
@@ -134,13 +145,17 @@ struct LinearTile {
     INLINE void block(long row, long panel) const {
         const long steps = ceil_div(args.k, Format::kPack), w_stride = kLanes * Format::kPack;
         const T* w[N];
+        long panels[N];
         Vec acc[M][N];
-        UNROLL for (int n = 0; n < N; n++) w[n] = (const T*)args.packed + (panel + n) * steps * w_stride;
+        UNROLL for (int n = 0; n < N; n++) {
+            panels[n] = panel + n;
+            w[n] = (const T*)args.packed + panels[n] * steps * w_stride;
+        }
         UNROLL for (int m = 0; m < M; m++) {
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
         }
         accumulate<Format>(acc, x + row * x_stride, x_stride, w, w_stride, steps, kWeightPrefetch);
-        UNROLL for (int n = 0; n < N; n++) output.write(row, panel + n, acc, n);
+        output.write(row, panels, acc);
     }
 };
 

@@ -66,10 +66,12 @@ struct QuantizedTile {
         const long step = records.step_bytes(panel), record = records.record_bytes(panel);
         const typename Format::X* from = x + row * x_stride;
         const uint8_t *w[N], *scales[N];
+        long panels[N];
         Vec total[M][N];
         UNROLL for (int n = 0; n < N; n++) {
-            w[n] = packed + records.chunks_at(place(panel, n));
-            scales[n] = packed + records.scales_at(place(panel, n));
+            panels[n] = place(panel, n);
+            w[n] = packed + records.chunks_at(panels[n]);
+            scales[n] = packed + records.scales_at(panels[n]);
         }
         UNROLL for (int m = 0; m < M; m++) {
             UNROLL for (int n = 0; n < N; n++) total[m][n] = zero();
@@ -88,7 +90,7 @@ struct QuantizedTile {
             }
             from += records.group;
         }
-        UNROLL for (int n = 0; n < N; n++) output.write(row, place(panel, n), total, n);
+        output.write(row, panels, total);
     }
 
     INLINE long place(long panel, int n) const {
