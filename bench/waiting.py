@@ -45,6 +45,7 @@ class _Ranks:
             vocab_size=600,
             max_model_len=_NEVER + NUM_INPUT,
             max_num_seqs=ROWS,
+            max_num_batched_tokens=2048,
             mode="null",
         )
 

@@ -31,6 +31,7 @@ class OracleExecutor(OracleRows):
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=2048,
             can_draft=can_draft,
         )
         super().__init__(info)

@@ -18,6 +18,7 @@ from workers.checkpoint import find_checkpoint
 from workers.kv_cache import resolve_max_model_len
 from workers.launch import RankPlace
 from workers.models.loader import load_hf_config
+from workers.step_tokens import MOST_STEP_TOKENS
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ def null_runner(config: ServeConfig, place: RankPlace) -> tuple[NullRunner, Exec
         vocab_size=text.vocab_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or max(MOST_STEP_TOKENS, max_num_seqs),
         mode=_MODE.format(ranks=place.world_size),
     )
     seconds = config.parallel.null_step_ms / 1000

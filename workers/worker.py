@@ -27,6 +27,7 @@ from workers.models.base import CausalLM
 from workers.models.loader import load_model
 from workers.null_runner import null_runner
 from workers.request_states import RequestStates, RowLimits
+from workers.step_tokens import step_tokens
 from workers.tensor_parallel import TensorParallel
 from workers.weights import find_bad_tensor
 
@@ -93,7 +94,7 @@ class Worker:
         progress(STAGE_KV_CACHE, 0, 1)
         size = _size_cache(config, model, kernels, tp, device)
         cache = KVCache.allocate(model, kernels, size.num_blocks, config.cache.block_size, device)
-        limits = _limits(config, model, size)
+        limits = _limits(config, model, size, _step_tokens(config, model, tp, device))
         runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache)
         progress(STAGE_WARM_UP, 0, 1)
         num_tokens = min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 2)
@@ -106,6 +107,7 @@ class Worker:
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
             can_draft=device.type == "cpu",
             mode=str(find_mode(config, kernels, model, tp, device)),
         )
@@ -147,11 +149,15 @@ def default_threads(world_size: int) -> int:
     return max(1, cores // world_size)
 
 
-def _limits(config: ServeConfig, model: CausalLM, size: CacheSize) -> RowLimits:
+def _step_tokens(config: ServeConfig, model: CausalLM, tp: TensorParallel, device: torch.device) -> int:
+    return step_tokens(config.scheduler, model.spec, device, torch.get_num_threads() * tp.world_size)
+
+
+def _limits(config: ServeConfig, model: CausalLM, size: CacheSize, num_tokens: int) -> RowLimits:
     return RowLimits(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=size.max_model_len,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_batched_tokens=num_tokens,
         num_blocks=size.num_blocks,
         block_size=config.cache.block_size,
         vocab_size=model.spec.vocab_size,
@@ -169,11 +175,13 @@ def _size_cache(
     if device.type == "cpu":
         return fit_cache(config, max_position, per_block, cpu_budget(config, tp.world_size))
     block_size = config.cache.block_size
-    num_tokens = min(config.scheduler.max_num_batched_tokens, resolve_max_model_len(config, max_position) - 2)
+    step = _step_tokens(config, model, tp, device)
+    num_tokens = min(step, resolve_max_model_len(config, max_position) - 2)
     probe = CacheSize(-(-(num_tokens + 2) // block_size), max_position)
     cache = KVCache.allocate(model, kernels, probe.num_blocks, block_size, device)
     torch.cuda.reset_peak_memory_stats(device)
-    _run_dummy(ModelRunner(model, kernels, tp, RequestStates(_limits(config, model, probe), device), cache), num_tokens)
+    states = RequestStates(_limits(config, model, probe, step), device)
+    _run_dummy(ModelRunner(model, kernels, tp, states, cache), num_tokens)
     torch.cuda.synchronize(device)
     del cache
     sampling_bytes = _SAMPLING_COPIES * 4 * config.scheduler.max_num_seqs * model.spec.vocab_size

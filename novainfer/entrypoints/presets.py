@@ -9,10 +9,10 @@ from novainfer.config import CacheConfig, ParallelConfig, SchedulerConfig, Serve
 
 
 def laptop_cpu() -> ServeConfig:
-    """A CPU with 8 to 16 GB of memory: small batches, short steps, 1 GiB of KV cache."""
+    """A CPU with 8 to 16 GB of memory: small batches, 1 GiB of KV cache."""
     return ServeConfig(
         cache=CacheConfig(kv_cache_memory_mib=1024),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+        scheduler=SchedulerConfig(max_num_seqs=16),
         parallel=ParallelConfig(device="cpu"),
     )
 

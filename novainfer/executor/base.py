@@ -18,6 +18,7 @@ class ExecutorInfo:
     vocab_size: int  # width of the logits
     max_model_len: int  # tokens
     max_num_seqs: int  # persistent rows
+    max_num_batched_tokens: int  # of one step, if the configuration does not say
     mode: str = ""  # see `novainfer.mode`
     can_draft: bool = False  # see `StepPlan.num_drafts`
 

@@ -107,6 +107,7 @@ class RankSession:
             max_num_seqs=info.max_num_seqs,
             held=held,
             mode=info.mode,
+            max_num_batched_tokens=info.max_num_batched_tokens,
             can_draft=info.can_draft,
         )
         self._send(hello)

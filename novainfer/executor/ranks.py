@@ -158,6 +158,7 @@ def _agree(hellos: Sequence[WorkerHello]) -> ExecutorInfo:
         vocab_size=min(hello.vocab_size for hello in hellos),
         max_model_len=min(hello.max_model_len for hello in hellos),
         max_num_seqs=min(hello.max_num_seqs for hello in hellos),
+        max_num_batched_tokens=min(hello.max_num_batched_tokens for hello in hellos),
         mode=hellos[0].mode,
         can_draft=all(hello.can_draft for hello in hellos),
     )

@@ -128,6 +128,7 @@ class WorkerHello:
     vocab_size: int  # width of the logits
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     held: list[IndexedBlock] = field(default_factory=list)
     mode: str = ""  # see `novainfer.mode`; the same on every rank
     can_draft: bool = False  # plans may have `num_drafts`

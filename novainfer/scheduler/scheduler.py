@@ -229,7 +229,7 @@ class Scheduler:
         if suspect is not None and self._in_flight:
             return None
         self._shares.forget_absent(self._step)
-        budget = self._config.max_num_batched_tokens
+        budget = self._config.max_num_batched_tokens or self._info.max_num_batched_tokens
         assembly = StepAssembly(self._placement, self.waiting, self._shares, self._isolation, self._pace, budget)
         alone = suspect is not None and assembly.schedule_alone(suspect)
         self._isolation.runs_alone(suspect if alone else None)

@@ -60,7 +60,8 @@ class Checker:
 
     def _check_plan(self, plan: StepPlan) -> None:
         config = self._cluster.scenario.config.scheduler
-        if sum(plan.num_new_tokens) > config.max_num_batched_tokens or min(plan.num_new_tokens) < 1:
+        most = config.max_num_batched_tokens or self._cluster.scenario.info.max_num_batched_tokens
+        if sum(plan.num_new_tokens) > most or min(plan.num_new_tokens) < 1:
             raise Violation(f"step {plan.step} computes {plan.num_new_tokens} tokens")
         if len(dict.fromkeys(plan.rows)) != len(plan.rows) or max(plan.rows) >= config.max_num_seqs:
             raise Violation(f"step {plan.step} runs rows {plan.rows}")

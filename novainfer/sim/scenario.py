@@ -87,6 +87,7 @@ def make_scenario(world: World) -> Scenario:
         vocab_size=VOCAB_SIZE,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=2048,
         can_draft=drafts,
     )
     step_seconds = rng.choice((0.002, 0.01, 0.03))

@@ -82,7 +82,7 @@ class Ranks:
         mode: str = "cpu",
         **held: Any,
     ) -> None:
-        hello = WorkerHello(epoch, group, rank, world_size, num_blocks, 16, 100, 512 - rank, 8, mode=mode, **held)
+        hello = WorkerHello(epoch, group, rank, world_size, num_blocks, 16, 100, 512 - rank, 8, 256, mode=mode, **held)
         self.say(rank, hello)
 
     def say(self, rank: int, message: object) -> None:
@@ -119,7 +119,14 @@ def test_all_ranks_when_they_say_hello_then_info_is_what_each_can_do(ranks: Rank
         ranks.executor.wait_ready(0.2)
     ranks.hello(0)
     expected = ExecutorInfo(
-        epoch=1, num_blocks=7, block_size=16, vocab_size=100, max_model_len=511, max_num_seqs=8, mode="cpu"
+        epoch=1,
+        num_blocks=7,
+        block_size=16,
+        vocab_size=100,
+        max_model_len=511,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        mode="cpu",
     )
     assert ranks.executor.wait_ready(WAIT) == expected
     assert ranks.executor.info == expected

@@ -456,7 +456,9 @@ def test_given_what_no_scheduler_sends_when_it_comes_then_it_is_a_protocol_error
 
 # -- ranks ----------------------------------------------------------------------------------------------------------
 
-INFO = ExecutorInfo(epoch=1, num_blocks=4, block_size=4, vocab_size=9, max_model_len=16, max_num_seqs=2)
+INFO = ExecutorInfo(
+    epoch=1, num_blocks=4, block_size=4, vocab_size=9, max_model_len=16, max_num_seqs=2, max_num_batched_tokens=8
+)
 
 
 def step_plan(step: int, *, is_first: bool = False) -> StepPlan:
@@ -478,7 +480,7 @@ class Group:
 
     def hello(self, rank: int, times: int = 1) -> None:
         for _ in range(times):
-            self.ranks.handle(b"%d" % rank, WorkerHello(1, 1, rank, 2, 4, 4, 9, 16, 2))
+            self.ranks.handle(b"%d" % rank, WorkerHello(1, 1, rank, 2, 4, 4, 9, 16, 2, 8))
 
 
 def test_given_a_plan_without_answer_when_all_ranks_stay_idle_then_the_group_has_failed() -> None:

@@ -85,8 +85,8 @@ def test_one_option_everywhere_when_resolved_then_flag_beats_variable_beats_yaml
     assert result.config.scheduler.max_num_seqs == 1
     assert result.config.cache.block_size == 64
     assert result.config.server.port == 1
-    assert result.config.scheduler.max_num_batched_tokens == 512
-    names = ("max_num_seqs", "block_size", "port", "max_num_batched_tokens", "host")
+    assert result.config.cache.kv_cache_memory_mib == 1024
+    names = ("max_num_seqs", "block_size", "port", "kv_cache_memory_mib", "host")
     origins = [result.origins[name] for name in names]
     assert origins == ["flag", "NOVAINFER_BLOCK_SIZE", str(tmp_path / "config.yaml"), "preset laptop-cpu", "default"]
 

@@ -58,7 +58,7 @@ MESSAGES = [
 STEPS = [
     StepPlan(1, 2, [0, 3], [1, 7], [4], [NewRow(3, [1, 2], 2, 0, [9], PARAMS, 1, [7])], [NewBlocks(0, [8])], [1], [2]),
     StepPlan(1, 2, [0], [1], unindexed=[3], indexed=[IndexedBlock(4, b"\0\xff", [1, 2])]),
-    WorkerHello(2, 1, 0, 1, 10, 16, 100, 512, 8, [IndexedBlock(4, b"\0\xff", [1, 2])]),
+    WorkerHello(2, 1, 0, 1, 10, 16, 100, 512, 8, 256, [IndexedBlock(4, b"\0\xff", [1, 2])]),
     WorkerFault(1, 0, "out of memory"),
     Adopt(3),
     StepResult(1, 2, [0], [5], [None, LOGPROBS], [RowPromptLogprobs(3, 1, [LOGPROBS])], [0]),
