@@ -69,12 +69,14 @@ class Scenario:
         return self.config.scheduler.max_waiting < most
 
 
+def _with_rivals(requests: tuple[RequestSpec, ...], rng: random.Random) -> tuple[RequestSpec, ...]:
+    return tuple(replace(r, rival=rng.choice(("", "", "", "gives back", "takes"))) for r in requests)
+
+
 def make_scenario(world: World) -> Scenario:
     """Draw everything from the world's seed."""
     rng = world.rng("scenario")
-    requests = _make_requests(rng, num_gateways := rng.choice((1, 2, 2, 3)))
-    rivals = world.rng("rivals")
-    requests = tuple(replace(r, rival=rivals.choice(("", "", "", "gives back", "takes"))) for r in requests)
+    requests = _with_rivals(_make_requests(rng, num_gateways := rng.choice((1, 2, 2, 3))), world.rng("rivals"))
     block_size = rng.choice((1, 2, 4, 4, 8))
     largest = max(len(r.message.prompt_token_ids) + r.message.params.max_tokens for r in requests)
     fewest = -(-largest // block_size)
