@@ -24,7 +24,7 @@ SEEDS      ?= 2000
 PEERS      ?=
 BENCH_ARGS ?=
 
-.PHONY: setup serve test check chaos chaos-net soak cancels sigterm fuzz sim peers bench bench-demo clean
+.PHONY: setup serve test check chaos chaos-net soak cancels sigterm fuzz sim peers bench publish bench-demo clean
 
 setup: $(STAMP)
 
@@ -84,7 +84,13 @@ peers: setup
 
 # Us and the peers that are installed in turns, at least three rounds (bench/README.md).
 bench: setup
-	$(BIN)/python -m bench.compare $(BENCH_ARGS)
+	@mkdir -p build
+	$(BIN)/python -m bench.compare --output build/comparison.json $(BENCH_ARGS)
+
+# The comparison's figures in docs/performance.md.
+publish: setup
+	$(BIN)/python -m pip install --quiet --editable '.[plots]'
+	$(BIN)/python -m bench.publish build/comparison.json docs/performance.md
 
 bench-demo: setup
 	$(BIN)/python -m bench.startup

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import cases, comparison, gate, report
+from bench import cases, comparison, gate, report, roofline
 from bench.comparison import PeerRound
 from bench.foreign import Foreign, ForeignCpu
 from bench.make_checkpoint import SHAPES, make_checkpoint
@@ -27,6 +28,10 @@ from bench.peers.registry import OURS, chosen
 
 SHAPE = "qwen3-0.6b"
 MIN_ROUNDS = 3  # fewer are a trial, and say so
+RATES = (
+    cases.Figure("memory read by all threads", "GB/s", is_higher_better=True),
+    cases.Figure("bf16 products of all threads", "GFLOP/s", is_higher_better=True),
+)
 CASE_NAMES = (*(case.name for case in cases.cases(1000, 0)), "chat")
 
 
@@ -100,15 +105,25 @@ def measure(peer: Peer, number: int, plan: Plan) -> PeerRound:
     return measurement.result
 
 
-def compare(peers: Sequence[Peer], plan: Plan) -> list[PeerRound]:
-    """All rounds; each begins with another peer, so that none always follows the same one."""
+def measure_limit(number: int, decoder: roofline.Decoder) -> PeerRound:
+    """What the machine would allow now, as if it were a server's figures."""
+    machine = roofline.measure()
+    rates = {RATES[0].key: machine.bytes_per_second / 1e9, RATES[1].key: machine.flops_per_second / 1e9}
+    return PeerRound(roofline.LIMIT, number, roofline.limits(decoder, machine) | rates)
+
+
+def compare(peers: Sequence[Peer], plan: Plan, limit: Callable[[int], PeerRound]) -> list[PeerRound]:
+    """All rounds; each begins with another peer, so that none always follows the same one.
+
+    limit: measures in a round what the machine would allow; called after every peer.
+    """
     found = []
     for number in range(plan.rounds):
         first = number % len(peers)
         for peer in [*peers[first:], *peers[:first]]:
             began = time.perf_counter()
             result = measure(peer, number, plan)
-            found.append(result)
+            found += [result, limit(number)]
             took = time.perf_counter() - began
             failed = "".join(f"\n  {case}: {error}" for case, error in result.failures.items())
             print(
@@ -120,7 +135,7 @@ def compare(peers: Sequence[Peer], plan: Plan) -> list[PeerRound]:
 def figures(vocab_size: int) -> list[cases.Figure]:
     """All that are taken, in the table's order."""
     of_cases = [figure for case in cases.cases(vocab_size, 0) for figure, _ in case.figures]
-    return [*of_cases, cases.CHAT, cases.READY, cases.MEMORY]
+    return [*of_cases, cases.CHAT, cases.READY, cases.MEMORY, *RATES]
 
 
 def free_port() -> int:
@@ -162,24 +177,29 @@ def main() -> None:
     if reason := gate.reason_to_refuse():
         raise SystemExit(f"nothing is measured: {reason}")
     checkpoint: Path = arguments.model or default_checkpoint()
-    vocab_size = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    vocab_size = config["vocab_size"]
     peers = installed(chosen(arguments.peers))
     plan = Plan(checkpoint, vocab_size, arguments.rounds, tuple(arguments.cases))
-    rounds = compare(peers, plan)
-    table = comparison.rows(figures(vocab_size), rounds, OURS, {peer.name: peer.precision for peer in peers})
+    decoder = roofline.Decoder.of(config)
+    rounds = compare(peers, plan, lambda number: measure_limit(number, decoder))
+    precisions = {peer.name: peer.precision for peer in peers} | {roofline.LIMIT: ""}
+    table = comparison.rows(figures(vocab_size), rounds, OURS, precisions)
     if arguments.output:
         result: dict[str, Any] = {
             **report.origin(),
             "kind": "comparison",
             "checkpoint": str(checkpoint),
             "peers": {peer.name: peer.version(folder_of(peer)) for peer in peers},
+            "command": shlex.join(["python", "-m", "bench.compare", *sys.argv[1:]]),
             "table": comparison.as_json(table),
+            "markdown": comparison.markdown(table, list(precisions)),
             "rounds": [asdict(one) for one in rounds],
         }
         arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.rounds < MIN_ROUNDS:
         print(f"A trial: {arguments.rounds} rounds are not {MIN_ROUNDS}.\n")
-    print(comparison.markdown(table, [peer.name for peer in peers]))
+    print(comparison.markdown(table, list(precisions)))
     if any(one.failures for one in rounds):
         raise SystemExit("some cases failed")
 

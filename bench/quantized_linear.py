@@ -10,40 +10,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench import report
+from bench import report, roofline
 from kernels.cpu_backend import CpuBackend
 from kernels.linear.cpu import NativeLinear
 from kernels.linear.schemes import SCHEMES
 
 SHAPES = ((1024, 3072), (3072, 1024), (1024, 151936))  # (K, N)
 _COLD_BYTES = 400_000_000  # of all copies of a weight together
-_PIECE_BYTES = 40_000_000
 _SECONDS = 2.0  # for each figure
-
-
-def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> float:
-    """Seconds of the fastest call while they are called in turn, each at least twice."""
-    best, began, rounds = float("inf"), time.perf_counter(), 0
-    while rounds < 2 or time.perf_counter() - began < seconds:
-        for call in calls:
-            start = time.perf_counter()
-            call()
-            best = min(best, time.perf_counter() - start)
-        rounds += 1
-    return best
-
-
-def read_rate() -> float:
-    """Bytes a second that the threads together read from memory: sums of integers, a millisecond each."""
-    pieces = torch.ones(_COLD_BYTES // _PIECE_BYTES, _PIECE_BYTES // 8, dtype=torch.int64)
-    return _PIECE_BYTES / fastest([piece.sum for piece in pieces], _SECONDS)
 
 
 def packed_ways(k: int, n: int) -> dict[str, list[NativeLinear]]:
@@ -62,7 +41,7 @@ def packed_ways(k: int, n: int) -> dict[str, list[NativeLinear]]:
 
 def measure(rows: list[int]) -> list[dict[str, Any]]:
     """One entry for each shape and number of rows."""
-    rate, results = read_rate(), []
+    rate, results = roofline.measure().bytes_per_second, []
     print(f"threads read {rate / 1e9:.1f} GB/s")
     for k, n in SHAPES:
         ways = packed_ways(k, n)
@@ -71,7 +50,7 @@ def measure(rows: list[int]) -> list[dict[str, Any]]:
             entry: dict[str, Any] = {"k": k, "n": n, "rows": count}
             for name, copies in ways.items():
                 calls = [partial(copy, x) for copy in copies]
-                seconds = fastest(calls[:2] if count > 64 else calls, _SECONDS)
+                seconds = roofline.fastest(calls[:2] if count > 64 else calls, _SECONDS)
                 entry[f"{name}_us"] = round(seconds * 1e6, 1)
                 entry[f"{name}_read_share"] = round(copies[0].weight_nbytes / seconds / rate, 3)
                 entry[f"{name}_gflops"] = round(2e-9 * count * k * n / seconds)

@@ -69,7 +69,7 @@ class Scenario:
         return self.config.scheduler.max_waiting < most
 
 
-def _with_rivals(requests: tuple[RequestSpec, ...], rng: random.Random) -> tuple[RequestSpec, ...]:
+def _with_rivals(requests: tuple[RequestSpec, ...], rng: Random) -> tuple[RequestSpec, ...]:
     return tuple(replace(r, rival=rng.choice(("", "", "", "gives back", "takes"))) for r in requests)
 
 

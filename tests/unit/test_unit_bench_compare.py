@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cases, compare, comparison, foreign, gate, workloads
+from bench import cases, compare, comparison, foreign, gate, roofline, workloads
 from bench.comparison import PeerRound
 from bench.make_checkpoint import make_tokenizer
 from bench.peers.base import Running
@@ -183,9 +183,13 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_when_run_then_every_peer_is_in_each_and_another_one_begins(capsys: pytest.CaptureFixture[str]) -> None:
     order: list[str] = []
     peers = [FakePeer(name, started=order) for name in ("a", "b", "c")]
-    results = compare.compare(peers, PLAN)
+    limits = [PeerRound(roofline.LIMIT, number) for number in range(3)]
+    found = compare.compare(peers, PLAN, limits.__getitem__)
+    results = found[::2]
     assert order == list("abcbcacab")
-    assert all(set(one.values) == {figure.key for figure in compare.figures(VOCABULARY)} for one in results)
+    assert found[1::2] == [limit for limit in limits for _ in peers]
+    taken = {figure.key for figure in compare.figures(VOCABULARY)} - {figure.key for figure in compare.RATES}
+    assert all(set(one.values) == taken for one in results)
     assert results[0].values[cases.CHAT.key] == 250.0
     assert results[0].values[cases.READY.key] == 1.5
     assert results[0].values[cases.MEMORY.key] == 7.0
