@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from novainfer.engine.restarts import STABLE_SECONDS, Restarts
+from novainfer.engine.restarts import SPARE_DELAYS, STABLE_SECONDS, Restarts
 
 logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL = 0.25  # seconds
-MAX_SPARE_FAILURES = 5  # in a row
 
 
 class WorkerGroup(Protocol):
@@ -54,13 +53,13 @@ class WorkerGroup(Protocol):
 class WorkerThread:
     """Owns the group. When it cannot start or has lost a rank, `losses` gets (epoch, words); then `replace` is due.
 
-    A spare that is lost is this thread's own matter: another one is prepared, with growing delays, until it was enough.
+    A spare that is lost is this thread's own matter: another one is prepared, with growing delays.
     """
 
     def __init__(self, make_group: Callable[[], WorkerGroup], wake: Callable[[], None], *, num_spares: int = 0) -> None:
         self._make_group = make_group
         self._wake = wake
-        self._spare_restarts = Restarts(MAX_SPARE_FAILURES - 1 if num_spares else 0, STABLE_SECONDS)
+        self._spare_restarts = Restarts(None, STABLE_SECONDS, SPARE_DELAYS)
         self._has_spares = num_spares > 0
         self._news = threading.Condition()
         self._wanted: tuple[int, float] | None = None  # epoch to start, and when (monotonic)
@@ -71,6 +70,7 @@ class WorkerThread:
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
         self.losses: deque[tuple[int, str]] = deque()
         self.prepares_spare = False  # a spare group is on its way, and nothing of it has been heard yet
+        self._stands_by = False
 
     def start(self, epoch: int) -> None:
         """Begin to start the first group."""
@@ -122,7 +122,9 @@ class WorkerThread:
         with self._news:
             self._news.wait_for(lambda: self._is_stopping or self._wanted)
         group.end()
-        self.prepares_spare = False
+        if self._stands_by:
+            self._spare_restarts.step_ended()  # it is used now, and nothing was wrong with it
+        self.prepares_spare = self._stands_by = False
         with self._news:
             while self._wanted is not None and not self._is_stopping:
                 epoch, due = self._wanted
@@ -158,16 +160,12 @@ class WorkerThread:
                 self.prepares_spare = True
                 group.prepare(self._num_blocks)
             if group.tend():
-                self.prepares_spare = False
+                self.prepares_spare, self._stands_by = False, True
                 self._spare_restarts.serves(time.monotonic())
         except Exception as error:
-            self.prepares_spare = False
+            self.prepares_spare = self._stands_by = False
             logger.debug("no spare worker group", exc_info=True)
-            delay = self._spare_restarts.delay(time.monotonic())
-            if delay is None:
-                self._has_spares = False
-                logger.error("the spare workers failed %d times in a row (%s): no more", MAX_SPARE_FAILURES, error)
-                return
+            delay = self._spare_restarts.delay(time.monotonic()) or 0.0
             logger.warning("the spare workers are lost (%s); others in %g s", error, delay)
             with self._news:
                 if self._wanted is None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from novainfer.engine import restarts
-from novainfer.entrypoints.worker_thread import MAX_SPARE_FAILURES, WorkerThread
+from novainfer.entrypoints import worker_thread
+from novainfer.entrypoints.worker_thread import WorkerThread
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +28,7 @@ class Group:
         self.is_whole = True
         self.tended = threading.Semaphore(0)
         self.loads = False  # the spare does not stand by yet
-        self._is_prepared = False
+        self.is_prepared = False
 
     def start(self, epoch: int) -> None:
         self.is_whole = True
@@ -41,14 +41,14 @@ class Group:
         self.calls.put(("prepare", num_blocks))
         if self.prepare_fault is not None:
             raise self.prepare_fault
-        self._is_prepared = True
+        self.is_prepared = True
 
     def tend(self) -> bool:
         self.tended.release()
-        if self.fault is not None and self._is_prepared:
-            self._is_prepared = False
+        if self.fault is not None and self.is_prepared:
+            self.is_prepared = False
             raise self.fault
-        return self._is_prepared and not self.loads
+        return self.is_prepared and not self.loads
 
     def end(self) -> None:
         self.calls.put(("end",))
@@ -80,7 +80,12 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
 
 @pytest.fixture
 def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "DELAYS", (0.0,) * 5)
+    monkeypatch.setattr(worker_thread, "SPARE_DELAYS", (0.0,))
+
+
+@pytest.fixture
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_thread, "SPARE_DELAYS", (0.0, 0.1))
 
 
 @pytest.mark.parametrize("workers", [0], indirect=True)
@@ -107,19 +112,39 @@ def test_given_a_spare_when_the_group_dies_then_its_successor_is_started_and_the
 
 @pytest.mark.usefixtures("no_delays")
 @pytest.mark.parametrize("where", ["fault", "prepare_fault"])
-def test_given_spares_that_fail_again_and_again_when_it_was_enough_then_there_are_no_more_and_the_group_serves_on(
+def test_given_spares_that_fail_again_and_again_when_asked_for_then_there_are_always_others_and_the_group_serves_on(
     workers: Workers, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     setattr(workers.group, where, RuntimeError("no memory"))
     workers.thread.prepare(BLOCKS)
-    calls = [workers.group.next_call() for _ in range(MAX_SPARE_FAILURES)]
-    assert calls == [("prepare", BLOCKS)] * MAX_SPARE_FAILURES
-    for _ in range(2 * MAX_SPARE_FAILURES):  # it goes on looking, and nothing comes of it
-        assert workers.group.tended.acquire(timeout=PATIENCE)
-    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert errors == ["the spare workers failed 5 times in a row (no memory): no more"]
-    assert workers.group.calls.empty()
+    calls = [workers.group.next_call() for _ in range(20)]
+    assert calls == [("prepare", BLOCKS)] * len(calls)
+    words = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
+    assert words == {"the spare workers are lost (no memory); others in 0 s"}
     assert not workers.thread.losses
+
+
+@pytest.mark.usefixtures("short_delays")
+def test_given_a_spare_that_failed_when_the_next_one_was_of_use_then_that_failure_does_not_count_any_more(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = workers.group
+    group.fault = RuntimeError("no memory")
+    workers.thread.prepare(BLOCKS)
+    assert [group.next_call() for _ in range(2)] == [("prepare", BLOCKS)] * 2
+    group.fault = None
+    while workers.thread.prepares_spare or not group.is_prepared:
+        assert group.tended.acquire(timeout=PATIENCE)
+    while not group.calls.empty():
+        group.next_call()
+    caplog.clear()
+    workers.thread.replace(2, 0.0)
+    assert [group.next_call() for _ in range(2)] == [("end",), ("start", 2)]
+    group.fault = RuntimeError("no memory")
+    workers.thread.prepare(BLOCKS)
+    assert [group.next_call() for _ in range(2)] == [("prepare", BLOCKS)] * 2
+    words = [record.getMessage() for record in caplog.records if "are lost" in record.getMessage()]
+    assert words[0] == "the spare workers are lost (no memory); others in 0 s"
 
 
 def test_given_a_spare_that_failed_when_the_group_dies_before_the_next_one_is_due_then_it_waits_to_be_asked_for(
