@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.linear.schemes import WeightScheme
+from kernels.linear.schemes import IntegerWeight, WeightScheme
 
 IntArray = npt.NDArray[np.int64]
 
@@ -219,6 +219,13 @@ class KernelBackend(Protocol):
         """weight [N, K], bias [N] or None -> a callable; the caller may release the weight afterwards.
 
         With a scheme the weight is quantised. Raises ValueError if the backend cannot multiply by such weights.
+        """
+        ...
+
+    def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear | None:
+        """weight [N, K], bias [N] or None -> a callable over exactly these weights, for activations in `dtype`.
+
+        None where the backend multiplies by no such weights: they have to be widened.
         """
         ...
 

@@ -16,8 +16,8 @@ from kernels.kv_store import cpu as kv_cpu
 from kernels.kv_store import reference as kv_reference
 from kernels.linear.cpu import PackedLinear
 from kernels.linear.quantized import QuantizedLinear
-from kernels.linear.reference import DequantizedLinear, TorchLinear
-from kernels.linear.schemes import WeightScheme
+from kernels.linear.reference import DequantizedLinear, TorchLinear, dequantize, quantize, widened
+from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.memory import lazy_zeros
 from kernels.native.build import NativeBuildError
 from kernels.native.library import DTYPES, NativeLibrary, load_library
@@ -153,10 +153,20 @@ class CpuBackend:
     ) -> PackedLinear | QuantizedLinear | TorchLinear | DequantizedLinear:
         """Packs the weight; the originals may be released."""
         if self._library is None or weight.dtype not in DTYPES:
-            return TorchLinear(weight, bias) if scheme is None else DequantizedLinear(TorchLinear, weight, bias, scheme)
+            if scheme is None:
+                return TorchLinear(weight, bias)
+            return DequantizedLinear(TorchLinear, dequantize(*quantize(weight, scheme), scheme), bias)
         if scheme is None:
             return PackedLinear(self._library, weight, bias)
-        return QuantizedLinear(self._library, weight, bias, scheme=scheme)
+        return QuantizedLinear.quantizing(self._library, weight, bias, scheme)
+
+    def pack_integers(
+        self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype
+    ) -> QuantizedLinear | DequantizedLinear:
+        """Packs integers and scales; the originals may be released."""
+        if self._library is None or dtype not in DTYPES:
+            return DequantizedLinear(TorchLinear, widened(weight), bias)
+        return QuantizedLinear.of_integers(self._library, weight, bias, dtype)
 
     def program(self, capacity: int, dtype: torch.dtype) -> NativeProgram | None:
         """One native call instead of a dozen a layer, each from Python."""

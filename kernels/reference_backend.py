@@ -12,8 +12,8 @@ from kernels.act_mul.reference import act_mul
 from kernels.backend import AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
 from kernels.checks import check_linear, check_shape
 from kernels.kv_store.reference import store_kv
-from kernels.linear.reference import DequantizedLinear
-from kernels.linear.schemes import WeightScheme
+from kernels.linear.reference import DequantizedLinear, dequantize, quantize, widened
+from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.memory import lazy_zeros
 from kernels.paged_attention.reference import paged_attention
 from kernels.prompt_lookup.reference import find_drafts
@@ -113,8 +113,12 @@ class ReferenceBackend:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """Keeps the weight as it is, or what quantising makes of it in fp32."""
         if scheme is not None:
-            return DequantizedLinear(ReferenceLinear, weight, bias, scheme)
+            return DequantizedLinear(ReferenceLinear, dequantize(*quantize(weight, scheme), scheme), bias)
         return ReferenceLinear(weight, bias)
+
+    def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """Keeps the weights in fp32."""
+        return DequantizedLinear(ReferenceLinear, widened(weight), bias)
 
     def program(self, capacity: int, dtype: torch.dtype) -> None:
         """There is none."""

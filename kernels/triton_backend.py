@@ -16,7 +16,7 @@ from kernels import checks
 from kernels.act_mul.triton import act_mul
 from kernels.backend import AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
 from kernels.kv_store.triton import store_kv
-from kernels.linear.schemes import WeightScheme
+from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.paged_attention.triton_decode import decode_attention
 from kernels.paged_attention.triton_prefill import prefill_attention
 from kernels.prompt_lookup.reference import find_drafts
@@ -160,6 +160,9 @@ class TritonBackend:
         if scheme is not None:
             raise ValueError(f"kernel backend 'triton' has no {scheme.name} weights")
         return TorchLinear(weight, bias)
+
+    def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """There are none."""
 
     def program(self, capacity: int, dtype: torch.dtype) -> None:
         """There is none."""

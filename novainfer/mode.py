@@ -1,7 +1,7 @@
 """What a token's bits depend on beside the weights, as one short text. Pure data; the workers make it, all may read it.
 
 `cpu avx512bf16 cpu/native bfloat16 tp1 exact`: device, hardware, kernel backend / model backend, type, ranks, promise.
-Quantised weights follow the type: `bfloat16 int8`.
+Quantised weights follow the type: `bfloat16 int8`, or `bfloat16 gptq-int4` where the checkpoint brings them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NOT_QUANTIZED = "none"
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _PATTERN = re.compile(
     rf"(?P<device>[a-z]+) (?P<hardware>[\w.-]{{1,100}}) (?P<kernel_backend>[a-z]+)/(?P<model_backend>[a-z]+)"
-    rf" (?P<dtype>[a-z0-9]+)(?: (?P<quantization>int[48]))? tp(?P<ranks>[1-9]\d{{0,3}})"
+    rf" (?P<dtype>[a-z0-9]+)(?: (?P<quantization>(?:(?:gptq|awq|compressed)-)?int[48]))? tp(?P<ranks>[1-9]\d{{0,3}})"
     rf" (?P<promise>{EXACT}|{BEST_EFFORT})",
     re.ASCII,
 )
@@ -32,9 +32,16 @@ class Mode:
     kernel_backend: str  # as in `ParallelConfig`, never auto
     model_backend: str  # as in `ModelConfig`, never auto
     dtype: str  # of weights, activations and KV cache
-    quantization: str = NOT_QUANTIZED  # of the linears' weights, as in `ModelConfig`
+    quantization: str = (
+        NOT_QUANTIZED  # of the linears' weights: as in `ModelConfig`, or method-integer of a checkpoint's
+    )
     tensor_parallel_size: int
     is_exact: bool  # a token does not depend on the batch, the chunks of its prompt, or the cache
+
+    @property
+    def asked_quantization(self) -> str:
+        """As in `ModelConfig`: what a checkpoint brings is not asked for."""
+        return NOT_QUANTIZED if "-" in self.quantization else self.quantization
 
     def __str__(self) -> str:
         hardware = "-".join(_NAME.findall(self.hardware))

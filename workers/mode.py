@@ -6,7 +6,7 @@ import torch
 
 from kernels.backend import KernelBackend
 from novainfer.config import ServeConfig
-from novainfer.mode import Mode
+from novainfer.mode import NOT_QUANTIZED, Mode
 from workers.models.base import CausalLM
 from workers.models.decoder import Decoder
 from workers.tensor_parallel import TensorParallel
@@ -24,7 +24,9 @@ def find_mode(
         kernel_backend=kernels.name,
         model_backend="native" if is_native else "transformers",
         dtype=str(spec.dtype).removeprefix("torch."),
-        quantization=config.model.quantization,
+        quantization=config.model.quantization
+        if spec.stored_quantization == NOT_QUANTIZED
+        else spec.stored_quantization,
         tensor_parallel_size=tp.world_size,
         is_exact=is_native and kernels.is_exact(config.cache.block_size, spec.head_dim, spec.dtype),
     )

@@ -39,21 +39,35 @@ class WeightReader:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
-        """The slice `index` (by default all) of a float tensor that must have `shape`, in its own dtype.
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._files)
+
+    def unread(self) -> list[str]:
+        """The names of those that nobody has asked for yet."""
+        return sorted(self._unread)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, from its file's header."""
+        return tuple(self._view(name).get_shape())
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        index: tuple[slice, ...] = (),
+        dtypes: tuple[str, ...] = FLOAT_DTYPES,
+    ) -> Tensor:
+        """The slice `index` (by default all) of a tensor that must have `shape` and one of `dtypes`, in its own.
 
         It may be a view of the mapped file: copy it to where it belongs.
         """
-        if name not in self._files:
-            raise UnsupportedModelError(f"the checkpoint has no tensor '{name}'")
-        view = self._file(name).get_slice(name)
+        view = self._view(name)
         found = tuple(view.get_shape())
         if found != shape:
             raise UnsupportedModelError(f"tensor '{name}' has shape {list(found)}, the model needs {list(shape)}")
-        if view.get_dtype() not in FLOAT_DTYPES:
-            raise UnsupportedModelError(
-                f"tensor '{name}' has type {view.get_dtype()}; quantized checkpoints are not supported"
-            )
+        if view.get_dtype() not in dtypes:
+            raise UnsupportedModelError(f"tensor '{name}' has type {view.get_dtype()}, expected {' or '.join(dtypes)}")
         tensor: Tensor = view[index or (slice(None),)]
         self._mark_read(name)
         return tensor
@@ -68,6 +82,11 @@ class WeightReader:
             raise UnsupportedModelError(f"the checkpoint has tensors that this architecture does not use: {names}")
         if self._progress is not None:
             self._progress(len(self._files), len(self._files))
+
+    def _view(self, name: str) -> Any:
+        if name not in self._files:
+            raise UnsupportedModelError(f"the checkpoint has no tensor '{name}'")
+        return self._file(name).get_slice(name)
 
     def _file(self, name: str) -> Any:
         path = self._files[name]

@@ -33,10 +33,17 @@ class NativeLinear:
     Holds a packed copy of the weight and a copy of the bias: the originals may be released.
     """
 
-    def __init__(self, function: Callable[..., int], weight: Tensor, packed: Tensor, bias: Tensor | None) -> None:
-        """function: the kernel; packed: the memory for what it reads in place of weight [N, K]."""
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+    def __init__(
+        self,
+        function: Callable[..., int],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        packed: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        """function: the kernel; packed: the memory for what it reads in place of a weight [N, K] = shape in dtype."""
+        self.out_features, self.in_features = shape
+        self.dtype = dtype
         self.weight_nbytes = packed.nbytes
         self._function = function
         self._packed = packed
@@ -92,7 +99,7 @@ class PackedLinear(NativeLinear):
         weight = last_dim_contiguous(weight.detach())
         n, k = weight.shape
         packed = torch.empty(-(-n // LANES), *panel_shape(k, LANES, weight.dtype), dtype=weight.dtype)
-        super().__init__(library.linear, weight, packed, bias)
+        super().__init__(library.linear, (n, k), weight.dtype, packed, bias)
         self._pass(lambda layer: layer)
         code = DTYPES[weight.dtype]
         library.pack_linear(weight.data_ptr(), packed.data_ptr(), n, k, weight.stride(0), code, torch.get_num_threads())

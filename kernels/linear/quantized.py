@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.checks import check_dtype, check_linear
+from kernels.checks import check_dtype, check_linear, check_shape
 from kernels.linear.cpu import LinearArguments, NativeLinear
-from kernels.linear.schemes import WeightScheme
+from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contiguous
 
 _CHUNK_BYTES = 64  # as in native/integers.h
@@ -19,27 +20,75 @@ _SCALE_BYTES = 2
 class QuantizedArguments(ctypes.Structure):
     """Mirrors the struct of the same name in native/quantized.h."""
 
-    _fields_ = [("layer", LinearArguments), ("bits", ctypes.c_int64), ("group", ctypes.c_int64)]
+    _fields_ = [
+        ("layer", LinearArguments),
+        *((name, ctypes.c_int64) for name in ("bits", "group", "full_range", "half_scales")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How integers and scales are packed."""
+
+    bits: int
+    group: int
+    full_range: bool = False  # -128 is among the integers of eight bits
+    half_scales: bool = False  # scales in fp16, else bf16
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """Scales and integers together; rows are padded to panels, columns to steps of the kernel."""
+        steps = -(-columns // (_CHUNK_BYTES * 8 // LANES // self.bits))
+        groups = -(-columns // self.group)
+        return -(-rows // LANES) * (groups * LANES * _SCALE_BYTES + steps * _CHUNK_BYTES)
 
 
 class QuantizedLinear(NativeLinear):
-    """x [M, K] -> x @ weight.T + bias [M, N] over the weights that `scheme` makes of `weight`."""
+    """x [M, K] -> x @ weight.T + bias [M, N] over weights that are integers times scales."""
 
     def __init__(
-        self, library: NativeLibrary, weight: Tensor, bias: Tensor | None = None, *, scheme: WeightScheme
+        self,
+        library: NativeLibrary,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        layout: Layout,
     ) -> None:
-        """weight [N, K] in bf16, fp16 or fp32 (a view of a larger one will do), bias [N] in any of them."""
+        """Memory for a weight [N, K] = shape under activations of dtype; `quantizing` and `of_integers` fill it."""
+        packed = torch.empty(layout.packed_bytes(*shape), dtype=torch.uint8)
+        super().__init__(library.quantized_linear, shape, dtype, packed, bias)
+        numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales)
+        self._address = self._pass(lambda layer: QuantizedArguments(layer, *numbers))
+
+    @classmethod
+    def quantizing(
+        cls, library: NativeLibrary, weight: Tensor, bias: Tensor | None, scheme: WeightScheme
+    ) -> QuantizedLinear:
+        """What `scheme` makes of weight [N, K] in bf16, fp16 or fp32 (a view will do); bias [N] in any of them."""
         check_linear(weight, bias)
         check_dtype("weight", weight, *DTYPES)
         weight = last_dim_contiguous(weight.detach())
-        packed = torch.empty(packed_bytes(weight.shape[0], weight.shape[1], scheme), dtype=torch.uint8)
-        super().__init__(library.quantized_linear, weight, packed, bias)
-        arguments = self._pass(lambda layer: QuantizedArguments(layer, scheme.bits, scheme.group))
-        library.quantize(arguments, weight.data_ptr(), weight.stride(0), torch.get_num_threads())
+        n, k = weight.shape
+        linear = cls(library, (n, k), weight.dtype, bias, Layout(scheme.bits, scheme.group))
+        library.quantize(linear._address, weight.data_ptr(), weight.stride(0), torch.get_num_threads())
+        return linear
 
-
-def packed_bytes(rows: int, columns: int, scheme: WeightScheme) -> int:
-    """Scales and integers together; rows are padded to panels, columns to steps of the kernel."""
-    steps = -(-columns // (_CHUNK_BYTES * 8 // LANES // scheme.bits))
-    groups = -(-columns // scheme.group)
-    return -(-rows // LANES) * (groups * LANES * _SCALE_BYTES + steps * _CHUNK_BYTES)
+    @classmethod
+    def of_integers(
+        cls, library: NativeLibrary, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype
+    ) -> QuantizedLinear:
+        """Exactly the given weights, in four bits where all integers fit, for activations in dtype; bias [N]."""
+        n, k = weight.integers.shape
+        check_linear(weight.integers, bias)
+        check_dtype("integers", weight.integers, torch.int8)
+        check_dtype("scales", weight.scales, torch.bfloat16, torch.float16)
+        if dtype not in DTYPES or weight.group <= 0 or weight.group % 8:
+            raise ValueError(f"groups of {weight.group} columns under activations in {dtype} cannot be packed")
+        check_shape("scales", weight.scales, [n, -(-k // weight.group)])
+        integers, scales = weight.integers.contiguous(), weight.scales.contiguous()
+        lowest, highest = (int(bound) for bound in integers.aminmax())
+        bits = 4 if lowest >= -8 and highest <= 7 else 8
+        layout = Layout(bits, weight.group, lowest == -128, scales.dtype is torch.float16)
+        linear = cls(library, (n, k), dtype, bias, layout)
+        threads = torch.get_num_threads()
+        library.pack_integers(linear._address, integers.data_ptr(), scales.data_ptr(), threads)
+        return linear

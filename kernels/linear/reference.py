@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import check_linear, check_shape
-from kernels.linear.schemes import WeightScheme
+from kernels.linear.schemes import IntegerWeight, WeightScheme
 
 _CANDIDATES = tuple(-7.0 - 0.25 * i for i in range(16))  # for the integer that the largest weight of a group becomes
 _SMALLEST_WEIGHT = 1e-18  # a group that holds nothing larger becomes zero: squares would underflow
@@ -47,14 +47,12 @@ class DequantizedLinear:
         make: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]],
         weight: Tensor,
         bias: Tensor | None,
-        scheme: WeightScheme,
     ) -> None:
-        """make: the linear layer in fp32 that is to multiply."""
+        """make: the linear layer in fp32 that is to multiply; weight [N, K] float32: what is stood for, bias [N]."""
         check_linear(weight, bias)
-        wide_weight = dequantize(*quantize(weight, scheme), scheme)
-        self._linear = make(wide_weight, None if bias is None else bias.float())
+        self._linear = make(weight, None if bias is None else bias.float())
         self.out_features, self.in_features = weight.shape
-        self.weight_nbytes = wide_weight.nbytes
+        self.weight_nbytes = weight.nbytes
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] -> [M, N] in out_dtype, by default x's."""
@@ -78,7 +76,13 @@ def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
 
 def dequantize(integers: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
     """The weights that a quantised layer stands for: [N, K] float32, exactly."""
-    return integers.float() * scales.float().repeat_interleave(scheme.group, dim=1)[:, : integers.shape[1]]
+    return widened(IntegerWeight(integers, scales, scheme.group))
+
+
+def widened(weight: IntegerWeight) -> Tensor:
+    """[N, K] float32, exactly."""
+    scales = weight.scales.float().repeat_interleave(weight.group, dim=1)
+    return weight.integers.float() * scales[:, : weight.integers.shape[1]]
 
 
 def _quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,15 @@
 """How weights are quantised: small integers, symmetric, with one scale for each output row and group of columns.
 
 y = bias + sum over the groups in order of scale * (sum over the group's columns of x * integer), in fp32. Every scale
-is a bf16 number, so that scale * integer is exact in fp32: a quantised layer has definite weights, and rounding them is
-its only error.
+is a bf16 number (fp16, or bf16, where the checkpoint brings integers and scales), so that scale * integer is exact in
+fp32: a quantised layer has definite weights, and rounding them is its only error.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,15 @@ class WeightScheme:
     def highest(self) -> int:
         """The largest integer."""
         return 7 if self.bits == 4 else 127
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerWeight:
+    """A weight [N, K] that came as integers: integers[n, k] * scales[n, k // group]."""
+
+    integers: Tensor  # [N, K] int8
+    scales: Tensor  # [N, ceil(K / group)] bf16 or fp16
+    group: int  # columns that share a scale: a multiple of 8
 
 
 INT8 = WeightScheme("int8", bits=8, group=128)

@@ -13,7 +13,8 @@ namespace {
 
 constexpr long kChunkBytes = 64;
 constexpr int kMinInteger4 = -8, kMaxInteger4 = 7;
-constexpr int kMaxInteger8 = 127;  // and the least is its negative
+constexpr int kMaxInteger8 = 127;  // and the least is its negative, but in the formats for the full range
+constexpr int kMinInteger8 = -128;
 
 // ---- fp32 operands ----
 
@@ -79,12 +80,15 @@ struct Bf16Bytes {
 };
 alignas(64) constexpr Bf16Bytes kBf16Bytes;
 
-struct Integer8Pairs {  // sign and magnitude; in each 128 bits first the first pairs of four columns, then their second ones
+// Sign and magnitude; in each 128 bits first the first pairs of four columns, then their second ones. In the full range what would
+// be the negative zero is -128, which costs two instructions.
+template <bool kFullRange>
+struct Integer8Pairs {
     static constexpr int kBits = 8, kPack = 4;
 
     static INLINE void put(uint8_t* chunk, int column, int k, int value) {
         const int at = column / 4 * 16 + k / 2 * 8 + column % 4 * 2 + k % 2;
-        chunk[at] = (uint8_t)(value < 0 ? 0x80 - value : value);
+        chunk[at] = (uint8_t)(value == kMinInteger8 ? 0x80 : value < 0 ? 0x80 - value : value);
     }
 
     // Two look-ups, which do not heed the sign, give the bytes of 64 numbers; the sign goes on top, and interleaving joins them.
@@ -93,7 +97,8 @@ struct Integer8Pairs {  // sign and magnitude; in each 128 bits first the first 
         const __m512i bytes = _mm512_loadu_si512(chunk), sign = _mm512_set1_epi8((char)0x80);
         const __m512i low = _mm512_permutex2var_epi8(low_table[0], bytes, low_table[1]);
         const __m512i magnitude = _mm512_permutex2var_epi8(high_table[0], bytes, high_table[1]);
-        const __m512i high = _mm512_ternarylogic_epi32(magnitude, bytes, sign, 0xf8);  // magnitude | (bytes & sign)
+        __m512i high = _mm512_ternarylogic_epi32(magnitude, bytes, sign, 0xf8);  // magnitude | (bytes & sign)
+        if (kFullRange) high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(bytes, sign), _mm512_set1_epi8((char)0xc3));
         pairs[0] = (__m512bh)_mm512_unpacklo_epi8(low, high);
         pairs[1] = (__m512bh)_mm512_unpackhi_epi8(low, high);
     }
@@ -155,12 +160,14 @@ struct IntegerDotPanel : Columns {
 template <class T>
 struct IntegerFormats {
     using Bits8 = IntegerPanel<IntegerColumns<8>>;
+    using FullBits8 = Bits8;
     using Bits4 = IntegerPanel<IntegerColumns<4>>;
 };
 #if defined(__AVX512BF16__)
 template <>
 struct IntegerFormats<Bf16> {
-    using Bits8 = IntegerDotPanel<Integer8Pairs>;
+    using Bits8 = IntegerDotPanel<Integer8Pairs<false>>;
+    using FullBits8 = IntegerDotPanel<Integer8Pairs<true>>;
     using Bits4 = IntegerDotPanel<Integer4Pairs>;
 };
 #endif

@@ -45,6 +45,11 @@ EXPORT(quantize)(const QuantizedArguments* args, const void* weight, int64_t row
     return 0;
 }
 
+EXPORT(pack_integers)(const QuantizedArguments* args, const int8_t* integers, const void* scales, int64_t threads) {
+    BY_DTYPE(args->layer.dtype, pack_integers<T>(*args, integers, (const uint16_t*)scales, threads));
+    return 0;
+}
+
 EXPORT(quantized_linear)(const QuantizedArguments* args, const void* x, int64_t x_stride, void* y, int64_t m, int64_t threads) {
     BY_DTYPE(args->layer.dtype, quantized_linear(*args, (const T*)x, x_stride, y, m, threads));
     return 0;

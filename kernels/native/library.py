@@ -21,6 +21,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack_linear": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
     "quantize": (_POINTER, _POINTER, _INTEGER, _INTEGER),
+    "pack_integers": (_POINTER, _POINTER, _POINTER, _INTEGER),
     "quantized_linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
     "store_kv": (_POINTER, _INTEGER),
     "paged_attention": (_POINTER, _INTEGER),
@@ -45,6 +46,7 @@ class NativeLibrary:
         self.pack_linear = self._function("pack_linear")
         self.linear = self._function("linear")
         self.quantize = self._function("quantize")
+        self.pack_integers = self._function("pack_integers")
         self.quantized_linear = self._function("quantized_linear")
         self.store_kv = self._function("store_kv")
         self.paged_attention = self._function("paged_attention")

@@ -1,4 +1,4 @@
-// From a weight to small integers and their scales, packed for quantized.h.
+// From a weight, or from integers and scales that are there already, to what quantized.h reads.
 //
 // `kernels.linear.reference.quantize` is the definition. A scale is rounded to bf16; each integer is that multiple of the
 // scale which is nearest to the weight. 16 columns are computed at once, each in its own lane.
@@ -136,6 +136,44 @@ void quantize(const QuantizedArguments& args, const T* weight, long row_stride, 
         quantize<T, typename IntegerFormats<T>::Bits8>(args, weight, row_stride, threads);
     } else {
         quantize<T, typename IntegerFormats<T>::Bits4>(args, weight, row_stride, threads);
+    }
+}
+
+// integers [n, k] and scales [n, groups], both contiguous, scales in bf16 or fp16 -> args.layer.packed.
+template <class Format>
+void pack_format(const QuantizedArguments& args, const int8_t* integers, const uint16_t* scales, long threads) {
+    const Records<Format> records(args);
+    const long n = args.layer.n, k = args.layer.k;
+    parallel_for(records.panels, (double)n * k, threads, [&](long panel) {
+        uint8_t* packed_scales = (uint8_t*)args.layer.packed + records.scales_at(panel);
+        uint8_t* chunks = (uint8_t*)args.layer.packed + records.chunks_at(panel);
+        const long step = records.step_bytes(panel), columns = smaller(kLanes, n - panel * kLanes);
+        for (long group = 0; group < records.groups; group++) {
+            for (long i = 0; i < records.steps(group); i++) memset(chunks + i * step, 0, kChunkBytes);
+            memset(packed_scales, 0, kScaleBytes);
+            for (long column = 0; column < columns; column++) {
+                const long row = panel * kLanes + column;
+                const int8_t* from = integers + row * k + group * records.group;
+                memcpy(packed_scales + column * sizeof *scales, scales + row * records.groups + group, sizeof *scales);
+                for (long i = 0; i < records.count(group); i++) {
+                    Format::put(chunks + i / Format::kPack * step, column, i % Format::kPack, from[i]);
+                }
+            }
+            packed_scales += records.record_bytes(panel);
+            chunks += records.record_bytes(panel);
+        }
+    });
+}
+
+// For activations of type T.
+template <class T>
+void pack_integers(const QuantizedArguments& args, const int8_t* integers, const uint16_t* scales, long threads) {
+    if (args.bits == 8 && args.full_range) {
+        pack_format<typename IntegerFormats<T>::FullBits8>(args, integers, scales, threads);
+    } else if (args.bits == 8) {
+        pack_format<typename IntegerFormats<T>::Bits8>(args, integers, scales, threads);
+    } else {
+        pack_format<typename IntegerFormats<T>::Bits4>(args, integers, scales, threads);
     }
 }
 

@@ -11,6 +11,7 @@
 struct QuantizedArguments {
     LinearArguments layer;
     int64_t bits, group;  // 8 or 4; a multiple of 8
+    int64_t full_range, half_scales;  // whether -128 is among integers of 8 bits; whether scales are fp16, else bf16
 };
 
 namespace {
@@ -18,7 +19,7 @@ namespace {
 constexpr long kRecordPanels = 2;       // as many as pass over many rows at a time: they read one stream from end to end
 constexpr int kIntegerPrefetch = 2048;  // bytes
 constexpr long kSplitRows = kWidth == 16 ? kBlockRows : 0;  // below that, four panels pass over any number of rows at a time
-constexpr long kScaleBytes = kLanes * sizeof(Bf16);  // of one panel in one group
+constexpr long kScaleBytes = kLanes * sizeof(Bf16);  // of one panel in one group, also in fp16
 
 // Where things lie: blocks of kRecordPanels panels (the last one may have fewer), in each one record per group. A record holds
 // the scales of its panels, then for each step one chunk per panel.
@@ -59,6 +60,7 @@ struct QuantizedTile {
     const typename Format::X* x;  // [rows, x_stride]
     long x_stride, rows;
     Output<T> output;
+    bool half_scales;
     long far = kRecordPanels;  // of four panels, how far the last two are from the first two
 
     template <int M, int N>
@@ -83,7 +85,7 @@ struct QuantizedTile {
             }
             accumulate<Format>(acc, from, x_stride, w, step, records.steps(group), kIntegerPrefetch);
             UNROLL for (int n = 0; n < N; n++) {
-                const Vec scale = load((const Bf16*)scales[n]);
+                const Vec scale = half_scales ? load((const Fp16*)scales[n]) : load((const Bf16*)scales[n]);
                 UNROLL for (int m = 0; m < M; m++) total[m][n] = fma(scale, acc[m][n], total[m][n]);
                 w[n] += record;
                 scales[n] += record;
@@ -118,7 +120,7 @@ void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride,
     const Records<Format> records(args);
     for_each_tile<X>(x, x_stride, m, layer.k, Format::kPack, threads, [&](const X* operand, long stride, long first, long rows) {
         const uint8_t* packed = (const uint8_t*)layer.packed;
-        const QuantizedTile<T, Format> tile{records, packed, operand, stride, rows, {layer, y, first}};
+        const QuantizedTile<T, Format> tile{records, packed, operand, stride, rows, {layer, y, first}, args.half_scales != 0};
         const double work = (double)rows * layer.n * layer.k;
         parallel_ranges(ceil_div(records.panels, kGroupPanels), 1, work, threads, [&](long begin, long end) {
             tile.run(begin * kGroupPanels, smaller(records.panels, end * kGroupPanels));
@@ -129,7 +131,9 @@ void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride,
 // y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
 template <class T>
 void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
-    if (args.bits == 8) {
+    if (args.bits == 8 && args.full_range) {
+        quantized_linear<T, typename IntegerFormats<T>::FullBits8>(args, x, x_stride, y, m, threads);
+    } else if (args.bits == 8) {
         quantized_linear<T, typename IntegerFormats<T>::Bits8>(args, x, x_stride, y, m, threads);
     } else {
         quantized_linear<T, typename IntegerFormats<T>::Bits4>(args, x, x_stride, y, m, threads);

@@ -117,7 +117,7 @@ def _options(receipt: Receipt, mode: Mode, arguments: argparse.Namespace) -> dic
     """The engine of the receipt's mode; with --any-mode, whatever this machine has."""
     options: dict[str, Any] = {
         "dtype": mode.dtype,
-        "quantization": mode.quantization,
+        "quantization": mode.asked_quantization,
         "model_backend": mode.model_backend,
         "max_model_len": receipt.max_model_len,
         # Room for one sequence of the full length: what does not fit beside another waits, and comes out the same.

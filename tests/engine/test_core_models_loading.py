@@ -100,7 +100,7 @@ def test_tied_checkpoint_given_stored_projection_when_loaded_then_it_is_used_as_
     [
         ({GATE: None}, f"no tensor '{GATE}'"),
         ({GATE: torch.zeros(3, 64)}, r"has shape \[3, 64\], the model needs \[96, 64\]"),
-        ({GATE: torch.zeros(96, 64, dtype=torch.int8)}, "type I8; quantized checkpoints are not supported"),
+        ({GATE: torch.zeros(96, 64, dtype=torch.int8)}, "type I8, expected F64 or F32 or F16 or BF16"),
         ({"model.layers.0.extra.weight": torch.zeros(2)}, "does not use: model.layers.0.extra.weight"),
     ],
 )
@@ -115,7 +115,7 @@ def test_checkpoint_given_wrong_tensors_when_loaded_then_refused_by_name(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized checkpoints are not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the method 'fp8' is not supported; supported are gptq"),
         ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
         ({"model_type": "no_such_model"}, "transformers cannot read the config"),
         ({"dtype": "float64"}, "type float64 is not supported"),

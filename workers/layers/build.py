@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from kernels.backend import KernelBackend, Linear, Program
 from kernels.linear.schemes import WeightScheme
+from workers.quantized.linears import QuantizedLinears
+from workers.quantized.tensors import StoredWeight
 from workers.tensor_parallel import TensorParallel
 from workers.weights import WeightReader
 
@@ -33,6 +36,7 @@ class LayerBuilder:
     dtype: torch.dtype
     device: torch.device
     scheme: WeightScheme | None = None  # of the layers' linears; None leaves them as they are
+    quantized: QuantizedLinears | None = None  # of a checkpoint whose weights are integers already
 
     def tensor(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
         """A tensor, or a slice of it, in the model's dtype on its device; a copy, never a view of the mapped file."""
@@ -46,32 +50,76 @@ class LayerBuilder:
     def merged_linear(self, slices: list[RowSlice], in_features: int, bias: bool, is_router: bool = False) -> Linear:
         """One linear layer [in_features] -> [sum of the slices' rows], in the order of the slices.
 
-        A router is never quantised: it is small, and its errors send tokens to other experts.
+        A router is never quantised here: it is small, and its errors send tokens to other experts.
         """
-        out_features = sum(part.stop - part.start for part in slices)
-        weight = torch.empty(out_features, in_features, dtype=self.dtype, device=self.device)
-        bias_vector = torch.empty(out_features, dtype=self.dtype, device=self.device) if bias else None
-        row = 0
+        weights: list[StoredWeight | Tensor] = []
+        biases: list[Tensor] = []
         for part in slices:
-            rows = slice(part.start, part.stop)
-            target = slice(row, row + part.stop - part.start)
-            weight[target].copy_(self.weights.read(f"{part.module}.weight", (part.rows, in_features), (rows,)))
-            if bias_vector is not None:
-                bias_vector[target].copy_(self.weights.read(f"{part.module}.bias", (part.rows,), (rows,)))
-            row = target.stop
-        return self.kernels.pack_linear(weight, bias_vector, None if is_router else self.scheme)
+            index = (slice(part.start, part.stop),)
+            weights.append(self._weight(part.module, (part.rows, in_features), index, bias))
+            if bias:
+                biases.append(self.weights.read(f"{part.module}.bias", (part.rows,), index))
+        bias_vector = self._joined(biases) if bias else None
+        return self._linear(weights, bias_vector, None if is_router else self.scheme)
 
-    def row_parallel_linear(self, module: str, in_features: int, out_features: int, bias: bool) -> RowParallelLinear:
-        """A linear layer whose input columns are split over the ranks.
+    def column_slice_linear(self, module: str, shape: tuple[int, int], columns: slice, bias: bool = False) -> Linear:
+        """A linear layer over some columns of a module's weight [N, K] = shape.
 
-        Groups of quantised weights begin at a rank's first column, so none straddles two ranks.
+        Groups of weights that are quantised here begin at the first of these columns.
         """
-        columns = self.tp.shard(in_features, f"input features of {module}")
-        weight = self.tensor(f"{module}.weight", (out_features, in_features), (slice(None), columns))
-        bias_vector = self.vector(f"{module}.bias", out_features) if bias else None
+        weight = self._weight(module, shape, (slice(None), columns), bias)
+        bias_vector = self.vector(f"{module}.bias", shape[0]) if bias else None
         if self.tp.rank > 0:  # the sum over the ranks must hold the bias once
             bias_vector = None
-        return RowParallelLinear(self.kernels.pack_linear(weight, bias_vector, self.scheme), self.tp)
+        return self._linear([weight], bias_vector, self.scheme)
+
+    def row_parallel_linear(self, module: str, in_features: int, out_features: int, bias: bool) -> RowParallelLinear:
+        """A linear layer whose input columns are split over the ranks."""
+        columns = self.tp.shard(in_features, f"input features of {module}")
+        return RowParallelLinear(self.column_slice_linear(module, (out_features, in_features), columns, bias), self.tp)
+
+    def holds(self, module: str) -> bool:
+        """Whether the checkpoint has a weight of this name, in whatever form."""
+        is_quantized = self.quantized is not None and self.quantized.tensors.holds(module)
+        return is_quantized or f"{module}.weight" in self.weights
+
+    def rows(self, module: str, shape: tuple[int, int], rows: slice) -> Tensor:
+        """Rows of a module's weight [N, K] = shape, widened where the checkpoint has it quantised. It may be a view."""
+        weight = self._weight(module, shape, (rows,), has_bias=False)
+        if isinstance(weight, Tensor):
+            return weight
+        if self.quantized is not None:
+            self.quantized.count_widened("a matrix of the vocabulary")
+        return weight.widen(self.dtype)
+
+    def _weight(
+        self, module: str, shape: tuple[int, int], index: tuple[slice, ...], has_bias: bool
+    ) -> StoredWeight | Tensor:
+        """The slice `index` of a module's weight, in the form that the checkpoint has it in."""
+        if self.quantized is None or not self.quantized.tensors.holds(module):
+            return self.weights.read(f"{module}.weight", shape, index)
+        if not has_bias:
+            self.quantized.tensors.check_no_bias(module, shape[0])
+        return self.quantized.tensors.read(module, shape, index)
+
+    def _linear(self, parts: list[StoredWeight | Tensor], bias: Tensor | None, scheme: WeightScheme | None) -> Linear:
+        """One layer over the rows of all parts."""
+        if self.quantized is not None and any(isinstance(part, StoredWeight) for part in parts):
+            packed = self.quantized.pack(parts, bias)
+            if packed is not None:
+                return packed
+        return self.kernels.pack_linear(self._joined(parts), bias, scheme)
+
+    def _joined(self, parts: Sequence[StoredWeight | Tensor]) -> Tensor:
+        """Along the first dimension, in the model's dtype on its device: a copy."""
+        shapes = [part.shape if isinstance(part, Tensor) else part.integers.shape for part in parts]
+        rows = sum(shape[0] for shape in shapes)
+        joined = torch.empty(rows, *shapes[0][1:], dtype=self.dtype, device=self.device)
+        row = 0
+        for part, shape in zip(parts, shapes, strict=True):
+            joined[row : row + shape[0]].copy_(part if isinstance(part, Tensor) else part.widen(self.dtype))
+            row += shape[0]
+        return joined
 
 
 class RowParallelLinear:

@@ -17,9 +17,8 @@ class Expert:
         size = moe.intermediate_size
         rows = build.tp.shard(size, "intermediate features of an expert")
         slices = [RowSlice(f"{name}.{part}", size, rows.start, rows.stop) for part in (moe.gate, moe.up)]
-        down = build.tensor(f"{name}.{moe.down}.weight", (hidden_size, size), (slice(None), rows))
         self._gate_up: Linear = build.merged_linear(slices, hidden_size, bias=False)
-        self._down: Linear = build.kernels.pack_linear(down, None, build.scheme)
+        self._down: Linear = build.column_slice_linear(f"{name}.{moe.down}", (hidden_size, size), rows)
         self._kernels: KernelBackend = build.kernels
         self._activation = moe.activation
 

@@ -26,7 +26,7 @@ class Decoder:
         self.spec = spec
         self.layers_done = 0
         self.num_local_kv_heads = HeadShard.of(spec, build.tp).num_kv_heads
-        embedding_rows = load_vocab_rows(build, f"{spec.prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        embedding_rows = load_vocab_rows(build, f"{spec.prefix}embed_tokens", spec.vocab_size, spec.hidden_size)
         self._embedding = VocabEmbedding(embedding_rows, build.tp, spec.embedding_multiplier)
         tables = {rotary: rotary_table(rotary, max_position, spec.dtype, build.device) for rotary in set(spec.rotaries)}
         self._layers = [
@@ -125,10 +125,9 @@ def _load_head(build: LayerBuilder, spec: DecoderSpec, embedding_rows: Tensor) -
 
     With quantised layers it becomes int8, also where they are int4: its errors go straight into the logits.
     """
-    name = f"{spec.lm_head}.weight"
     rows = embedding_rows
-    if not spec.tie_word_embeddings or name in build.weights:
-        stored = load_vocab_rows(build, name, spec.vocab_size, spec.hidden_size)
+    if not spec.tie_word_embeddings or build.holds(spec.lm_head):
+        stored = load_vocab_rows(build, spec.lm_head, spec.vocab_size, spec.hidden_size)
         rows = embedding_rows if torch.equal(stored, embedding_rows) else stored
     return VocabProjection(build.kernels.pack_linear(rows, None, head_scheme(build.scheme)), build.tp, spec.vocab_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import torch
 from kernels.backend import KernelBackend
 from kernels.linear.schemes import SCHEMES
 from novainfer.config import ModelConfig
-from novainfer.errors import UnsupportedModelError
+from novainfer.errors import ConfigError, UnsupportedModelError
+from novainfer.mode import NOT_QUANTIZED
 from workers.checkpoint import find_checkpoint
 from workers.layers.build import LayerBuilder
 from workers.models.base import CausalLM
 from workers.models.decoder import Decoder
 from workers.models.families import FAMILIES, decoder_spec
 from workers.models.spec import DecoderSpec, ModelSpec
+from workers.quantized.linears import QuantizedLinears
+from workers.quantized.scheme import StoredScheme, read_scheme
+from workers.quantized.tensors import QuantizedTensors
 from workers.tensor_parallel import TensorParallel
 from workers.weights import Progress, WeightReader
 
@@ -38,6 +43,7 @@ def load_model(
     """
     folder = find_checkpoint(config.model, config.revision)
     hf_config = load_hf_config(folder, config.trust_remote_code)
+    stored = _stored_scheme(config, hf_config)
     dtype = _dtype(config, hf_config)
     native = hf_config.model_type in FAMILIES
     if config.model_backend == "native" and not native:
@@ -45,8 +51,12 @@ def load_model(
             f"there is no native decoder for '{hf_config.model_type}', only for {', '.join(sorted(FAMILIES))}"
         )
     if native and config.model_backend != "transformers":
+        weights = WeightReader(folder, progress)
+        quantized = None
+        if stored is not None:
+            quantized = QuantizedLinears(QuantizedTensors(weights, stored), kernels, dtype, device)
         scheme = SCHEMES.get(config.quantization)
-        build = LayerBuilder(WeightReader(folder, progress), tp, kernels, dtype, device, scheme)
+        build = LayerBuilder(weights, tp, kernels, dtype, device, scheme, quantized)
         return _load_decoder(build, decoder_spec(hf_config, dtype, config.max_model_len), config.max_model_len)
     if tp.world_size > 1:
         raise UnsupportedModelError(
@@ -55,7 +65,7 @@ def load_model(
         )
     from workers.models.transformers_backend import load_transformers_model
 
-    model = load_transformers_model(folder, hf_config, config, dtype, kernels, device)
+    model = load_transformers_model(folder, hf_config, config, dtype, kernels, device, stored)
     check_length(config.max_model_len, model.spec)
     return model
 
@@ -68,15 +78,31 @@ def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many kinds, all of them about the file's content
         raise UnsupportedModelError(f"transformers cannot read the config in '{folder}': {error}") from error
-    if getattr(hf_config, "quantization_config", None):
-        raise UnsupportedModelError("quantized checkpoints are not supported (config.json has a quantization_config)")
     return hf_config
+
+
+def _stored_scheme(config: ModelConfig, hf_config: Any) -> StoredScheme | None:
+    """How the checkpoint stores quantised weights, if so. Raises `ConfigError` if they are to be quantised again."""
+    stored = read_scheme(hf_config)
+    if stored is not None and config.quantization != NOT_QUANTIZED:
+        raise ConfigError(
+            f"--quantization {config.quantization} rounds full weights; those of this checkpoint are quantized already "
+            f"({stored.name}) and served as they are: leave it out"
+        )
+    return stored
 
 
 def _load_decoder(build: LayerBuilder, spec: DecoderSpec, max_model_len: int | None) -> Decoder:
     check_length(max_model_len, spec)
-    model = Decoder(build, spec, max_model_len or spec.max_position)
-    build.weights.finish(spec.ignored_prefixes, IGNORED_SUFFIXES)
+    if build.quantized is None:
+        model = Decoder(build, spec, max_model_len or spec.max_position)
+        build.weights.finish(spec.ignored_prefixes, IGNORED_SUFFIXES)
+        return model
+    stored = build.quantized.tensors.scheme
+    model = Decoder(build, replace(spec, stored_quantization=stored.name), max_model_len or spec.max_position)
+    build.weights.finish(spec.ignored_prefixes, IGNORED_SUFFIXES + stored.ignored_suffixes)
+    if build.tp.rank == 0:
+        build.quantized.log_outcome()
     return model
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from novainfer.mode import NOT_QUANTIZED
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -21,6 +23,7 @@ class ModelSpec:
     head_dim: int
     max_position: int  # longest sequence in tokens
     sliding_windows: tuple[int | None, ...]  # [num_layers]; None = full attention
+    stored_quantization: str = NOT_QUANTIZED  # of the weights as the checkpoint has them; see `Mode.quantization`
 
     @property
     def num_layers(self) -> int:

@@ -12,6 +12,7 @@ needs more than the cache (recurrent layers, ALiBi, attention sinks) fails there
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,10 @@ from workers.models.base import CausalLM, ForwardBatch, KvCaches
 from workers.models.families import LAYER_WINDOWS
 from workers.models.rope import longest_sequence
 from workers.models.spec import ModelSpec
+from workers.quantized.linears import widened_tensors
+from workers.quantized.scheme import QUANTIZATION_FIELDS, StoredScheme
+from workers.quantized.tensors import QuantizedTensors
+from workers.weights import WeightReader
 
 ATTENTION_NAME = "novainfer_paged"
 STEP_ARGUMENT = "novainfer_step"
@@ -159,18 +164,28 @@ def decoder_forward(decoder: Any, input_ids: Tensor, positions: Tensor, step: At
 
 
 def load_transformers_model(
-    folder: Path, hf_config: Any, config: ModelConfig, dtype: torch.dtype, kernels: KernelBackend, device: torch.device
+    folder: Path,
+    hf_config: Any,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kernels: KernelBackend,
+    device: torch.device,
+    stored: StoredScheme | None = None,
 ) -> CausalLM:
-    """Load and probe. Raises `UnsupportedModelError` with the reason if this model cannot run so."""
+    """Load and probe; quantised weights are widened. Raises `UnsupportedModelError` if this model cannot run so."""
     from workers.models.transformers_probe import check_against_eager, probe_spec
 
     text_config = hf_config.get_text_config()
     max_position = _max_position(text_config, config.max_model_len)
-    model = _from_pretrained(folder, hf_config, config.trust_remote_code, dtype).to(device)
+    widened = None if stored is None else _widened(folder, hf_config, stored, dtype)
+    model = _from_pretrained(folder, hf_config, config.trust_remote_code, dtype, widened).to(device)
     name = hf_config.model_type
     try:
         with torch.inference_mode():
             spec = probe_spec(model, name, dtype, max_position)
+            if stored is not None:
+                _check_no_conv1d(model)
+                spec = replace(spec, stored_quantization=stored.name)
             _pack_linears(model, kernels, SCHEMES.get(config.quantization))
             loaded = TransformersModel(model, spec, kernels)
             check_against_eager(model, loaded, kernels)
@@ -194,8 +209,29 @@ def _max_position(text_config: Any, max_model_len: int | None) -> int:
     return longest_sequence(rope_parameters, int(limit), None)
 
 
-def _from_pretrained(folder: Path, hf_config: Any, trust_remote_code: bool, dtype: torch.dtype) -> Any:
-    """transformers' own streaming loader; a tensor too few or too many is refused."""
+def _widened(folder: Path, hf_config: Any, stored: StoredScheme, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a quantised checkpoint, widened; the config then says no more that they are quantised."""
+    reason = "the model runs through transformers' own code"
+    tensors = widened_tensors(QuantizedTensors(WeightReader(folder), stored), dtype, reason)
+    for part in (hf_config, hf_config.get_text_config()):
+        for name in QUANTIZATION_FIELDS:
+            if hasattr(part, name):
+                delattr(part, name)
+    return tensors
+
+
+def _check_no_conv1d(model: Any) -> None:
+    """transformers' Conv1D has its weight the other way round, which shows in no shape if that is square."""
+    from transformers.pytorch_utils import Conv1D
+
+    if any(isinstance(module, Conv1D) for module in model.modules()):
+        raise UnsupportedModelError("quantized weights of Conv1D layers are not supported")
+
+
+def _from_pretrained(
+    folder: Path, hf_config: Any, trust_remote_code: bool, dtype: torch.dtype, state: dict[str, Tensor] | None
+) -> Any:
+    """transformers' own streaming loader, or `state` if given; a tensor too few or too many is refused."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -203,9 +239,14 @@ def _from_pretrained(folder: Path, hf_config: Any, trust_remote_code: bool, dtyp
     disable_progress_bar()  # type: ignore[no-untyped-call]
     auto_model: Any = AutoModelForCausalLM  # transformers' own annotations do not know output_loading_info
     try:
-        model, info = auto_model.from_pretrained(
-            folder,
+        loader: Any = auto_model
+        if state is not None:  # the automatic class wants a folder to look into
+            with torch.device("meta"):
+                loader = type(auto_model.from_config(hf_config, trust_remote_code=trust_remote_code))
+        model, info = loader.from_pretrained(
+            folder if state is None else None,
             config=hf_config,
+            state_dict=state,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
