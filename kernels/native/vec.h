@@ -229,7 +229,31 @@ INLINE bool any_less(const Vec& a, const Vec& b) {
     return all != 0;
 }
 
-// Sums and maxima over lanes in one fixed tree.
+// Sums and maxima over lanes in one fixed tree: lane i with lane i + 8, then i + 4, ...
+#if defined(__AVX2__)
+template <class Join>
+INLINE float fold_lanes(const Vec& a, const Join& join) {
+#if defined(__AVX512F__)
+    const __m512 all = a.p[0];
+    const __m256 eight = (__m256)join(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+#else
+    const __m256 eight = (__m256)join((__m256)a.p[0], (__m256)a.p[1]);
+#endif
+    const __m128 four = join(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = join(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(join(two, _mm_movehdup_ps(two)));
+}
+struct AddParts {
+    INLINE __m256 operator()(__m256 a, __m256 b) const { return _mm256_add_ps(a, b); }
+    INLINE __m128 operator()(__m128 a, __m128 b) const { return _mm_add_ps(a, b); }
+};
+struct MaxParts {
+    INLINE __m256 operator()(__m256 a, __m256 b) const { return _mm256_max_ps(a, b); }
+    INLINE __m128 operator()(__m128 a, __m128 b) const { return _mm_max_ps(a, b); }
+};
+INLINE float sum_lanes(const Vec& a) { return fold_lanes(a, AddParts()); }
+INLINE float max_lanes(const Vec& a) { return fold_lanes(a, MaxParts()); }
+#else
 INLINE float sum_lanes(const Vec& a) {
     float x[kLanes];
     store(x, a);
@@ -246,6 +270,7 @@ INLINE float max_lanes(const Vec& a) {
     }
     return x[0];
 }
+#endif
 
 // e^x within 2 units in the last place for -86 <= x <= 88; beyond, that of the nearest bound. NaN stays NaN.
 INLINE Vec exp(const Vec& x) {
