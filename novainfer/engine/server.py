@@ -20,7 +20,7 @@ from novainfer.config import ServeConfig
 from novainfer.engine.replica import Replica, ReplicaLinks
 from novainfer.errors import ConfigError, ProtocolError
 from novainfer.executor.zmq_executor import ZmqExecutor
-from novainfer.protocol.link import BEAT_SECONDS, Packet
+from novainfer.protocol.link import BEAT_SECONDS, Packet, packets_in
 from novainfer.protocol.supervision import FIRST_EPOCH, ORDERS_SCHEMA, ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildStarted
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import bind_pull, bind_router, connect_push
@@ -83,7 +83,8 @@ class SchedulerServer:
             for _ in range(_MAX_MESSAGES_PER_TURN):
                 try:
                     identity, *frames = self._gateway_socket.recv_multipart(zmq.NOBLOCK)
-                    self._replica.handle(identity, Packet.of(frames), time.monotonic())
+                    for packet in packets_in(frames):
+                        self._replica.handle(identity, packet, time.monotonic())
                 except zmq.Again:
                     return
                 except ProtocolError as error:
