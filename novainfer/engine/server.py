@@ -7,6 +7,7 @@ Each turn of the loop: receive messages, submit plans, apply the oldest result, 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -63,6 +64,8 @@ class SchedulerServer:
         signal.signal(signal.SIGTERM, self._on_stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
         self._report(self._started)
+        gc.collect()
+        gc.freeze()  # what is there now stays: no collection between two steps need look at it
         busy = False
         try:
             while not self._stopping:
