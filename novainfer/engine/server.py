@@ -29,7 +29,7 @@ from novainfer.transport.parent import die_with_parent
 
 logger = logging.getLogger("novainfer.scheduler")
 
-_MAX_MESSAGES_PER_TURN = 256
+_MAX_PACKETS_PER_TURN = 256  # or a few more: a message is taken whole
 
 
 class SchedulerServer:
@@ -83,15 +83,20 @@ class SchedulerServer:
         if self._orders in ready:
             self._take_order()
         if self._gateway_socket in ready:
-            for _ in range(_MAX_MESSAGES_PER_TURN):
-                try:
-                    identity, *frames = self._gateway_socket.recv_multipart(zmq.NOBLOCK)
-                    for packet in packets_in(frames):
-                        self._replica.handle(identity, packet, time.monotonic())
-                except zmq.Again:
-                    return
-                except ProtocolError as error:
-                    logger.warning("dropped what is not a gateway's message: %s", error)
+            self._hear_gateways()
+
+    def _hear_gateways(self) -> None:
+        left = _MAX_PACKETS_PER_TURN
+        while left > 0:
+            try:
+                identity, *frames = self._gateway_socket.recv_multipart(zmq.NOBLOCK)
+                left -= max(len(frames) // 2, 1)
+                for packet in packets_in(frames):
+                    self._replica.handle(identity, packet, time.monotonic())
+            except zmq.Again:
+                return
+            except ProtocolError as error:
+                logger.warning("dropped what is not a gateway's message: %s", error)
 
     def _take_order(self) -> None:
         try:
