@@ -65,6 +65,11 @@ class _Chunks:
         self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: around the text of a token
 
     @property
+    def ends_at_once(self) -> bool:
+        """What follows the last delta takes no time: it has no receipts."""
+        return self._receipts is None
+
+    @property
     def is_plain(self) -> bool:
         """Nothing is told of a token but its text."""
         record = self._record

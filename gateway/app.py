@@ -6,7 +6,7 @@ it is read, and a stream has to see its client leave.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -64,17 +64,25 @@ ROUTES: tuple[RouteSpec, ...] = (
 
 
 class Shortcut:
-    """Finds the endpoint of a path without variables at once; what it does not know is the router's matter."""
+    """Finds the endpoint of a path without variables at once, past the router and what FastAPI has around it.
 
-    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+    Outside of everything else, so what stands around the endpoints stands around these, too: `around` puts it there.
+    What it does not know is the router's matter.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route], around: Callable[[ASGIApp], ASGIApp]) -> None:
         self._app = app
         self._endpoints = {
             (method, one.path): one.app for one in routes for method in one.methods or () if "{" not in one.path
         }
+        self._layers = around(self._endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        known = self._endpoints.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
-        await (known or self._app)(scope, receive, send)
+        is_known = scope["type"] == "http" and (scope["method"], scope["path"]) in self._endpoints
+        await (self._layers if is_known else self._app)(scope, receive, send)
+
+    async def _endpoint(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._endpoints[scope["method"], scope["path"]](scope, receive, send)
 
 
 def create_app(service: GatewayService, keys: KeyRing) -> ASGIApp:
@@ -90,16 +98,24 @@ def create_app(service: GatewayService, keys: KeyRing) -> ASGIApp:
             service.close()
 
     routes = [route(service, spec.method, spec.path, spec.handler) for spec in ROUTES]
-    return FastAPI(
+    layers = _middleware(service, keys)
+    app = FastAPI(
         routes=[*routes],
         lifespan=lifespan,
-        middleware=[*_middleware(service, keys), Middleware(Shortcut, routes)],
+        middleware=layers,
         exception_handlers={HTTPException: _http_error},
         redirect_slashes=False,  # `/health/` is not `/health`: one spelling a route, for the keys and for the metrics
         openapi_url=None,  # ours covers raw endpoints and stands behind the key like every other route
         docs_url=None,
         redoc_url=None,
     )
+
+    def around(endpoint: ASGIApp) -> ASGIApp:
+        for layer, args, kwargs in reversed(layers):
+            endpoint = layer(endpoint, *args, **kwargs)
+        return endpoint
+
+    return Shortcut(app, routes, around)
 
 
 def _middleware(service: GatewayService, keys: KeyRing) -> list[Middleware]:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from starlette.types import Receive, Scope
@@ -73,14 +74,20 @@ async def read_json(
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length[:20]) > max_bytes:
         raise _too_large(max_bytes)
+    info = request_info(scope)
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            body = await _read(receive, max_bytes, budget, request_info(scope).tenant)
+        async with nullcontext() if _is_here(receive) else asyncio.timeout(BODY_SECONDS):
+            body = await _read(receive, max_bytes, budget, info.tenant)
     except TimeoutError:
         raise ApiError(408, "The request body came too slowly.", "timeout") from None
-    request_info(scope).body_bytes = len(body)
+    info.body_bytes = len(body)
     check()
     return _parse(body)
+
+
+def _is_here(receive: Receive) -> bool:
+    """Whether all of it has come, as uvicorn alone can tell: then there is nothing to wait for."""
+    return getattr(getattr(receive, "__self__", None), "more_body", True) is False
 
 
 async def _read(receive: Receive, max_bytes: int, budget: ByteBudget, tenant: str) -> bytes:
@@ -115,7 +122,7 @@ def _parse(body: bytes) -> dict[str, Any]:
         limits = f"{MAX_ITEMS} items or {MAX_NODES} lists, objects and keys"
         raise ApiError(400, f"The request body has more than {limits}.", "invalid_json")
     try:
-        data = json.loads(body.decode("utf-8"), parse_float=_finite, parse_constant=_refuse_constant)
+        data = _decode(body.decode("utf-8"))
         if b"\\u" in body:
             json.dumps(data, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair is no text
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -141,6 +148,9 @@ def _finite(text: str) -> float:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+_decode = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant).decode
 
 
 def _is_deeper_than(data: Any, limit: int) -> bool:

@@ -16,7 +16,6 @@ class BodyWriter:
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
-        self._transport = cycle.transport
 
     @classmethod
     def of(cls, receive: Receive) -> BodyWriter | None:
@@ -36,4 +35,4 @@ class BodyWriter:
 
     def write(self, data: bytes) -> None:
         """A part of the body, not empty."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

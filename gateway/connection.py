@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import ApiError
 
@@ -33,6 +34,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
+        self._reads_headers = True
         self._num_dropped = 0
         self._is_last = False  # nothing that comes is looked at any more
         self._start_header_timer()
@@ -50,7 +52,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         super().data_received(data)
-        if self._header_timer is not None:  # the headers are still not complete
+        if self._reads_headers:  # which nearly always come at once, and need no timer
+            if self._header_timer is None:
+                self._start_header_timer()
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse()
@@ -62,8 +66,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         super().on_message_begin()
         self._header_bytes = 0
-        if self._header_timer is None:
-            self._start_header_timer()
+        self._reads_headers = True
 
     def on_url(self, url: bytes) -> None:
         if not self._is_last:
@@ -75,8 +78,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if not self._is_last:
+            self._reads_headers = False
             self._stop_header_timer()
             super().on_headers_complete()
+            if self.cycle.scope["method"] != "HEAD":  # a body follows
+                self.cycle.transport = cast(asyncio.Transport, HeldHead(self.cycle))
 
     def on_body(self, body: bytes) -> None:
         if not self._is_last:
@@ -148,6 +154,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+class HeldHead:
+    """Stands in a cycle for its transport until the head of its answer has gone: with the first part of the body, in
+    one system call. uvicorn writes the two one right after the other, but each for itself.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        """The head, then the body's first part."""
+        if not self._cycle.response_started:  # that the request may go on (100)
+            self._transport.write(data)
+        elif self._head:
+            self._cycle.transport = self._transport
+            self._transport.write(self._head + data)
+        else:
+            self._head = data
+
+    def close(self) -> None:
+        """Nothing follows."""
+        self._transport.write(self._head)
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def bounded_protocol(stall_seconds: float) -> type[BoundedHttpProtocol]:

@@ -189,6 +189,7 @@ class Generation:
         texts: list[list[str]] = [[] for _ in whole]
         while not self.finished:
             await self.wait()
+            slices.begin()
             for delta in self.take():
                 describe(delta)
                 texts[delta.choice].append(delta.text)

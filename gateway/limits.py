@@ -54,7 +54,7 @@ class Permit:
     @classmethod
     def none(cls) -> Permit:
         """The right to hold nothing."""
-        return cls(None, Account(NO_QUOTA, time.monotonic), Cost(prompts=0))
+        return cls(None, _NOBODY, _NOTHING)
 
     def correct(self, prompt_tokens: int) -> None:
         """The prompts are tokenised: they have so many tokens. Never refuses."""
@@ -95,6 +95,10 @@ class Account:
         self.sequences = 0
         self.queued_tokens = 0
         self.bucket = TokenBucket(quota.tokens_per_minute, clock) if quota.tokens_per_minute else None
+
+
+_NOTHING = Cost(prompts=0)
+_NOBODY = Account(NO_QUOTA, time.monotonic)
 
 
 class Limits:

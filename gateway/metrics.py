@@ -35,6 +35,7 @@ class GatewayMetrics:
             ["method", "handler", "status"],
             registry=self._registry,
         )
+        self._http_counters: dict[tuple[str, str, str], Counter] = {}  # `labels` looks it up under a lock
         self._rejected = Counter(
             "novainfer_admission_rejections", "Generations refused.", ["reason"], registry=self._registry
         )
@@ -64,7 +65,11 @@ class GatewayMetrics:
 
     def http_request(self, method: str, handler: str, status: int) -> None:
         """Count one answer."""
-        self._http.labels(method if method in _METHODS else "other", handler, str(status)).inc()
+        key = (method if method in _METHODS else "other", handler, str(status))
+        counter = self._http_counters.get(key)
+        if counter is None:
+            counter = self._http_counters[key] = self._http.labels(*key)
+        counter.inc()
 
     def rejected(self, status: int) -> None:
         """Count a generation that was refused for its own fault, for lack of room or by a limit."""

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 
 from gateway.body import ByteBudget
@@ -61,6 +61,7 @@ class GatewayService:
         self.metrics = GatewayMetrics(
             self.model_names[0], lambda: (client.info, client.stats, client.num_protocol_errors)
         )
+        self._counted_refusals = _CountedRefusals(self.metrics)
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.metrics.journal.set_function(lambda: self.client.num_live)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
@@ -172,10 +173,13 @@ class GatewayService:
             for number, (token_ids, echo) in enumerate(prompts)
         ]
         info.permit.correct(sum(len(token_ids) for token_ids, _ in prompts))
-        adds = [self._add_request(state, request, record.response_id, info) for state in states]
+        answers = [""] * len(states)
         if request.stream:
             answers = [PromptRecord(record, i, len(states), state.echo).to_json() for i, state in enumerate(states)]
-            adds = [replace(add, answer=answer) for add, answer in zip(adds, answers, strict=True)]
+        adds = [
+            self._add_request(state, answer, request, record.response_id, info)
+            for state, answer in zip(states, answers, strict=True)
+        ]
         stream = self.client.submit(*adds)
         return Generation(
             states,
@@ -192,7 +196,12 @@ class GatewayService:
         return Receipts(generation, model, self.client, self._digest)
 
     def _add_request(
-        self, state: PromptState, request: ChatRequest | CompletionRequest, response_id: str, info: RequestInfo
+        self,
+        state: PromptState,
+        answer: str,
+        request: ChatRequest | CompletionRequest,
+        response_id: str,
+        info: RequestInfo,
     ) -> AddRequest:
         return AddRequest(
             request_id=state.request_id,
@@ -205,12 +214,13 @@ class GatewayService:
             priority=request.priority,
             deadline=deadline_of(info),
             aliases=[response_id, info.request_id],
+            answer=answer,
         )
 
     @contextmanager
     def admit(self, info: RequestInfo, cost: Cost | None = None, room: Room | None = None) -> Iterator[None]:
         """Hold room while a request is answered; counts a refusal, also one that comes later."""
-        with self._refusals_counted():
+        with self._counted_refusals:
             try:
                 permit = self.limits.reserve(info.tenant, cost, room)
             finally:
@@ -219,20 +229,18 @@ class GatewayService:
                 info.permit = permit
                 yield
 
-    @contextmanager
     def admit_generation(
         self, info: RequestInfo, request: ChatRequest | CompletionRequest, num_prompts: int
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """The same for a generation, before the work of rendering and tokenising it."""
-        with self._refusals_counted():
+        with self._counted_refusals:
             engine = self.engine_info()
         cost = estimate_cost(request, num_prompts, info.body_bytes, engine.max_model_len)
-        with self.admit(info, cost, self._room(engine)):
-            yield
+        return self.admit(info, cost, self._room(engine))
 
     def refuse_if_full(self, info: RequestInfo) -> None:
         """Raise `OverloadedError` if a generation with a body of this size has no room, whatever the body says."""
-        with self._refusals_counted():
+        with self._counted_refusals:
             engine = self.engine_info()
             least = Cost(prompts=1, sequences=1, prompt_tokens=min(info.body_bytes // 2, engine.max_model_len))
             try:
@@ -240,14 +248,6 @@ class GatewayService:
             except OverloadedError:
                 info.headers |= self.limits.headers(info.tenant)
                 raise
-
-    @contextmanager
-    def _refusals_counted(self) -> Iterator[None]:
-        try:
-            yield
-        except (InvalidRequestError, OverloadedError) as error:
-            self.metrics.rejected(to_api_error(error).status)
-            raise
 
     def _room(self, engine: EngineInfo) -> Room:
         """This gateway's part of the places and tokens that may wait."""
@@ -287,6 +287,20 @@ class GatewayService:
         for generation in found:
             generation.cancel()
         return bool(found) or await self.client.cancel_alias(key, tenant)
+
+
+class _CountedRefusals:
+    """A context, to be used again and again: counts the refusals that leave it."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        if isinstance(error, (InvalidRequestError, OverloadedError)):
+            self._metrics.rejected(to_api_error(error).status)
 
 
 def deadline_of(info: RequestInfo) -> float:

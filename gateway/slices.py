@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from starlette.responses import Response
@@ -23,13 +24,17 @@ class Slices:
     """The slices of one piece of work."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Others have worked until now, as this task waited: so a slice begins."""
         self._began = time.perf_counter()
 
     async def pause(self) -> None:
         """Let others work if this slice was long enough. Call it every few microseconds to milliseconds."""
         if time.perf_counter() - self._began >= SLICE_SECONDS:
             await asyncio.sleep(0)
-            self._began = time.perf_counter()
+            self.begin()
 
 
 class Written(list[str]):
@@ -37,16 +42,17 @@ class Written(list[str]):
 
 
 def write_object(fields: Mapping[str, Any]) -> Written:
-    """A JSON object, non-ASCII as it is. Values may be `Written`."""
-    parts = Written()
-    for name, value in fields.items():
-        parts.append(f'{"," if parts else "{"}"{name}":')
-        if isinstance(value, Written):
-            parts += value
+    """A JSON object, non-ASCII as it is. Values may be `Written`; what stands between those is encoded at once."""
+    parts: list[str] = []
+    for is_written, group in groupby(fields.items(), lambda field: isinstance(field[1], Written)):
+        if is_written:
+            for name, value in group:
+                parts += [f',"{name}":', *value]
         else:
-            parts.append(to_json(value))
-    parts.append("}")
-    return parts
+            parts += [",", to_json(dict(group))[1:-1]]
+    if parts:
+        parts[0] = parts[0][1:]  # no comma before the first field
+    return Written(["{", *parts, "}"])
 
 
 class SlicedResponse(Response):

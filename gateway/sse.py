@@ -72,6 +72,10 @@ class Chunks(Protocol):
         """The events of one delta."""
 
     @property
+    def ends_at_once(self) -> bool:
+        """Whether what follows the last delta takes no time."""
+
+    @property
     def is_plain(self) -> bool:
         """Whether `text` may be used: nothing but text is told of a token."""
 
@@ -110,11 +114,12 @@ class SseResponse:
         """Run to the end. Raises what went wrong only while nothing was sent."""
         self._generation.watch(receive)
         self._writer = BodyWriter.of(receive)
+        data = b""
         try:
             async with self._watch:
                 while not self._generation.finished:
-                    await self._send_some(send)
-                await self._send_last(send, await self._wait_for_last(send), _transport(receive))
+                    data = await self._send_some(send)
+                await self._send_last(send, data + await self._wait_for_last(send), _transport(receive))
         except (ClientGone, TimeoutError, OSError):
             self._generation.client_gone = True
         except Exception as error:
@@ -127,13 +132,15 @@ class SseResponse:
                 async with self._watch:
                     await self._send(send, event(to_api_error(error).body), more=False)
 
-    async def _send_some(self, send: Send) -> None:
+    async def _send_some(self, send: Send) -> bytes:
+        """Send what comes next; returns what may go with that which ends the stream."""
         self._watch.waits_since = self._watch.time()
         if self._started and self._writer is not None:
             await self._generation.wait_and_pour(self)
         else:
             await self._generation.wait()
         self._watch.waits_since = None
+        self._slices.begin()
         if self._is_quiet:
             self._is_quiet = False
             await self._send(send, KEEP_ALIVE)
@@ -146,8 +153,11 @@ class SseResponse:
                 await self._send(send, data)
                 data, is_due = b"", False
             await self._slices.pause()
+        if self._generation.finished and self._chunks.ends_at_once:
+            return data
         if is_due:
             await self._send(send, data)
+        return b""
 
     @property
     def is_open(self) -> bool:
@@ -174,6 +184,8 @@ class SseResponse:
             self._watch.waits_since = self._watch.time()
 
     async def _wait_for_last(self, send: Send) -> bytes:
+        if self._chunks.ends_at_once:
+            return await self._last()
         last = asyncio.ensure_future(self._last())
         try:
             while not (await asyncio.wait([last], timeout=KEEP_ALIVE_SECONDS))[0]:

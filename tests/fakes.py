@@ -14,7 +14,7 @@ import zmq
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from novainfer.engine.gateways import GatewayLink
-from novainfer.protocol.link import Packet
+from novainfer.protocol.link import Packet, packets_in
 from novainfer.protocol.messages import (
     FINISH_CANCELLED,
     FINISH_LENGTH,
@@ -111,6 +111,7 @@ class ScriptedScheduler(ServingThread):
         self.cancelled: list[CancelRequest] = []
         self.hellos: list[str] = []
         self.told: list[str] = []
+        self.message_sizes: list[int] = []  # packets in each message
         self.live: dict[str, _Live] = {}
         self.step = 0
         self.seconds_since_progress = 0.0
@@ -168,7 +169,9 @@ class ScriptedScheduler(ServingThread):
             except zmq.Again:
                 return moved
             moved = True
-            self._take(identity, Packet.of(frames))
+            self.message_sizes.append(len(frames) // 2)
+            for packet in packets_in(frames):
+                self._take(identity, packet)
 
     def _take(self, identity: bytes, packet: Packet) -> None:
         link = self.links.get(identity)

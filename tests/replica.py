@@ -11,7 +11,7 @@ import zmq
 from novainfer.config import ServeConfig, ServerConfig
 from novainfer.engine.replica import Replica, ReplicaLinks
 from novainfer.executor.base import ExecutorInfo
-from novainfer.protocol.link import Packet
+from novainfer.protocol.link import Packet, packets_in
 from novainfer.protocol.messages import AddRequest, Hello, OutputBatch
 from novainfer.protocol.step import IndexedBlock, StepResult
 from novainfer.transport.addresses import Endpoint
@@ -85,5 +85,6 @@ class ReplicaThread(ServingThread):
     def _turn(self) -> bool:
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
-            self.replica.handle(identity, Packet.of(frames), time.monotonic())
+            for packet in packets_in(frames):
+                self.replica.handle(identity, packet, time.monotonic())
         return self.replica.turn(time.monotonic())

@@ -33,6 +33,7 @@ LOST_SECONDS = 120.0  # by then the supervisor has replaced whatever is gone, or
 ANSWER_SECONDS = 5.0  # of an engine that is there
 ANSWER_PATIENCE = 30.0  # of one that is being replaced
 MESSAGES_PER_TURN = 64  # then other tasks of the loop have their turn
+PACKETS_PER_MESSAGE = 64  # to the scheduler, at most
 _ORDINARY_MESSAGES = 2  # so many at once are no backlog
 
 
@@ -60,6 +61,7 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
         self._ready = asyncio.Event()
+        self._outgoing: list[bytes] = []  # frames of packets that go out together, see `_send`
         self._is_behind = False  # the message that is being handled was not among the first of its turn
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -79,6 +81,7 @@ class EngineClient:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._socket is not None and self._context is not None and self._loop is not None:
+            self._flush()
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close(linger=200)
             self._context.term()
@@ -203,9 +206,20 @@ class EngineClient:
     # -- the socket ---------------------------------------------------------------------------------------------
 
     def _send(self, packet: Packet) -> None:
+        """What one turn of the loop has to say goes as one message: each wakes ZeroMQ's thread, and the scheduler."""
         if self._socket is None or self._loop is None:
             return
-        self._socket.send_multipart(packet.frames(), zmq.NOBLOCK)  # no high-water mark: never blocks
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing += packet.frames()
+        if len(self._outgoing) >= 2 * PACKETS_PER_MESSAGE:
+            self._flush()
+
+    def _flush(self) -> None:
+        frames, self._outgoing = self._outgoing, []
+        if not frames or self._socket is None or self._loop is None:
+            return
+        self._socket.send_multipart(frames, zmq.NOBLOCK)  # no high-water mark: never blocks
         # The socket's descriptor is edge-triggered and a send may have consumed the edge of a message.
         self._loop.call_soon(self._receive)
 

@@ -90,7 +90,7 @@ class ChoiceOutput:
     def push_token(self, token_id: int) -> str:
         """`push` of one token without log-probabilities that is not the last one: its text."""
         self.token_ids.append(token_id)
-        text = self._detokenizer.feed((token_id,))
+        text = self._detokenizer.feed_token(token_id)
         self._text_length += len(text)
         return text
 
@@ -135,7 +135,7 @@ class ChoiceOutput:
 
     def _take(self, token_id: int, *, hidden: bool) -> str:
         self.token_ids.append(token_id)
-        return "" if hidden else self._match(self._detokenizer.feed((token_id,)))
+        return "" if hidden else self._match(self._detokenizer.feed_token(token_id))
 
     def _match(self, text: str) -> str:
         """Text to show. Stop strings count only in text that begins after `min_tokens` tokens."""

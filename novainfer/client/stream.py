@@ -73,8 +73,8 @@ class RequestStream:
         `direct` may take it at once, if nothing waits before it; it says whether it did, and does not raise. While much
         has piled up, tokens are merged instead.
         """
-        may_go = not self._order and self.direct is not None and not self._is_behind()
-        if not may_go or self.direct is None or not self.direct(request_id, choice, index, token_id):
+        direct = self.direct
+        if direct is None or self._order or self._is_behind() or not direct(request_id, choice, index, token_id):
             self.push(TokenOutput(request_id, choice, index, [token_id]))
 
     def push(self, item: StreamItem) -> None:

@@ -7,6 +7,7 @@ Each turn of the loop: receive messages, submit plans, apply the oldest result, 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ from novainfer.config import ServeConfig
 from novainfer.engine.replica import Replica, ReplicaLinks
 from novainfer.errors import ConfigError, ProtocolError
 from novainfer.executor.zmq_executor import ZmqExecutor
-from novainfer.protocol.link import BEAT_SECONDS, Packet
+from novainfer.protocol.link import BEAT_SECONDS, Packet, packets_in
 from novainfer.protocol.supervision import FIRST_EPOCH, ORDERS_SCHEMA, ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildStarted
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import bind_pull, bind_router, connect_push
@@ -28,7 +29,7 @@ from novainfer.transport.parent import die_with_parent
 
 logger = logging.getLogger("novainfer.scheduler")
 
-_MAX_MESSAGES_PER_TURN = 256
+_MAX_PACKETS_PER_TURN = 256  # or a few more: a message is taken whole
 
 
 class SchedulerServer:
@@ -63,6 +64,8 @@ class SchedulerServer:
         signal.signal(signal.SIGTERM, self._on_stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
         self._report(self._started)
+        gc.collect()
+        gc.freeze()  # what is there now stays: no collection between two steps need look at it
         busy = False
         try:
             while not self._stopping:
@@ -80,14 +83,20 @@ class SchedulerServer:
         if self._orders in ready:
             self._take_order()
         if self._gateway_socket in ready:
-            for _ in range(_MAX_MESSAGES_PER_TURN):
-                try:
-                    identity, *frames = self._gateway_socket.recv_multipart(zmq.NOBLOCK)
-                    self._replica.handle(identity, Packet.of(frames), time.monotonic())
-                except zmq.Again:
-                    return
-                except ProtocolError as error:
-                    logger.warning("dropped what is not a gateway's message: %s", error)
+            self._hear_gateways()
+
+    def _hear_gateways(self) -> None:
+        left = _MAX_PACKETS_PER_TURN
+        while left > 0:
+            try:
+                identity, *frames = self._gateway_socket.recv_multipart(zmq.NOBLOCK)
+                left -= max(len(frames) // 2, 1)
+                for packet in packets_in(frames):
+                    self._replica.handle(identity, packet, time.monotonic())
+            except zmq.Again:
+                return
+            except ProtocolError as error:
+                logger.warning("dropped what is not a gateway's message: %s", error)
 
     def _take_order(self) -> None:
         try:

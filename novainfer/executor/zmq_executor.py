@@ -21,7 +21,7 @@ from novainfer.executor.ranks import RankGroup
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
 from novainfer.protocol.step import WORKER_SCHEMA, IndexedBlock, Shutdown, StepPlan, StepResult
 from novainfer.transport.addresses import Endpoint
-from novainfer.transport.channel import bind_router, start_authenticator
+from novainfer.transport.channel import bind_router, has_message, start_authenticator
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +113,10 @@ class ZmqExecutor:
 
     def _receive(self, deadline: float | None) -> bool:
         """Take in one message; False if none came until `deadline` (time.monotonic(), None = wait)."""
-        wait = None if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
-        if not self.socket.poll(wait):
-            return False
+        if not has_message(self.socket):  # costs less than a poll, which is for those who wait
+            wait = None if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
+            if wait == 0 or not self.socket.poll(wait):
+                return False
         frames: Sequence[bytes] = self.socket.recv_multipart()
         try:
             if len(frames) == 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from novainfer.errors import ProtocolError
@@ -34,6 +34,17 @@ class Packet:
             raise ProtocolError("a packet is a header of 16 bytes and a record")
         link, number = _HEADER.unpack(frames[0])
         return cls(link, number, GATEWAY_SCHEMA.decode(frames[1]))
+
+
+def packets_in(frames: Sequence[bytes]) -> Iterator[Packet]:
+    """The packets of one message, in order; a gateway sends several in one.
+
+    Raises `ProtocolError` where it comes to what is no packet: what follows counts as lost.
+    """
+    if not frames:
+        raise ProtocolError("a message without a packet")
+    for start in range(0, len(frames), 2):
+        yield Packet.of(frames[start : start + 2])
 
 
 class Inbox:

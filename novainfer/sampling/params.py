@@ -103,12 +103,13 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
     vocab_size: width of the logits (not of the tokenizer); every token id named must lie below it.
     """
     for name, (low, high) in FLOAT_BOUNDS.items():
-        _check_number(name, getattr(params, name), low, high, integral=False)
-    for name, bounds in INT_BOUNDS.items():
         value = getattr(params, name)
-        if value is None and name in _OPTIONAL:
-            continue
-        _check_number(name, value, *bounds, integral=True)
+        if not (type(value) is float and low <= value <= high):  # as it nearly always is
+            _check_number(name, value, low, high, integral=False)
+    for name, (low, high) in INT_BOUNDS.items():
+        value = getattr(params, name)
+        if not (type(value) is int and low <= value <= high) and not (value is None and name in _OPTIONAL):
+            _check_number(name, value, low, high, integral=True)
     for name in _BOOLS:
         if not isinstance(getattr(params, name), bool):
             raise InvalidRequestError(f"{name} must be true or false.", param=name)
@@ -134,9 +135,6 @@ def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, integral: bool) -> None:
-    kind = type(value)
-    if (kind is int or (kind is float and not integral)) and low <= value <= high:  # type: ignore[operator]
-        return  # as it nearly always is
     kinds = (int,) if integral else (int, float)
     # An integer is finite, but may be beyond what `isfinite` can take.
     is_finite = not isinstance(value, float) or math.isfinite(value)

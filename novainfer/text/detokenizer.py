@@ -24,32 +24,41 @@ class Detokenizer:
         self._pieces = tokenizer.pieces
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_cut = False  # it holds a part of a character
         self._byte_run = bytearray()
         self._first = not after_prompt
         self._strip_left = 0 if after_prompt else self._pieces.strip[1]
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens finish."""
-        return "".join([self._feed_one(token_id) for token_id in token_ids])
+        return "".join([self.feed_token(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
         """The rest, at the end: characters cut short become replacement characters."""
         return self._utf8.decode(b"", final=True) if self._pieces.byte_level else self._end_byte_run()
 
-    def _feed_one(self, token_id: int) -> str:
+    def feed_token(self, token_id: int) -> str:
+        """The text that this token finishes."""
         if token_id in self._skipped:
             return ""
+        if self._pieces.byte_level:
+            return self._feed_bytes(token_id)
         token = self._tokenizer.token(token_id)
         if token is None:
             return ""
-        if self._pieces.byte_level:
-            return self._utf8.decode(self._pieces.bytes_of(token))
         byte = self._pieces.byte_of(token)
         if byte is not None:
             self._byte_run.append(byte)
             self._first = False
             return ""
         return self._end_byte_run() + self._cut(self._spell(token))
+
+    def _feed_bytes(self, token_id: int) -> str:
+        text = None if self._is_cut else self._tokenizer.whole_text(token_id)
+        if text is None:
+            text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+            self._is_cut = bool(self._utf8.getstate()[0])
+        return text
 
     def _spell(self, token: str) -> str:
         if not self._first:

@@ -40,9 +40,9 @@ class Tokenizer:
         self.special_tokens = _special_tokens(config, folder)
         _mark_special(backend, self.special_tokens)
         self.pieces: Pieces = parse_decoder(backend.to_str())
-        self._token_bytes = lru_cache(_KEPT_TOKENS)(
-            self._spell
-        )  # log-probabilities name the same tokens again and again
+        # The same tokens come again and again.
+        self._token_bytes = lru_cache(_KEPT_TOKENS)(self._spell)
+        self._whole_text = lru_cache(_KEPT_TOKENS)(self._spell_whole)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
@@ -105,6 +105,16 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for by itself; may be part of a character."""
         return self._token_bytes(token_id)
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of these bytes; None if they are not whole characters."""
+        return self._whole_text(token_id)
+
+    def _spell_whole(self, token_id: int) -> str | None:
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
 
     def _spell(self, token_id: int) -> bytes:
         token = self.token(token_id)

@@ -55,6 +55,11 @@ def connect_push(context: zmq.Context[S], endpoint: Endpoint) -> S:
     return _connect(socket, endpoint)
 
 
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Whether one can be received at once."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
 def start_authenticator(context: zmq.Context[S], keys: CurveKeys) -> zmq.auth.thread.ThreadAuthenticator:
     """Let only the holder of the client key talk to this context's CURVE servers; until then nobody can.
 

@@ -265,6 +265,11 @@ def test_given_headers_that_come_too_slowly_or_never_end_when_waiting_then_the_c
         slow.sendall(b"GET /livez HTTP/1.1\r\nX-Slow: ")
         assert silent.recv(1) == b""
         assert slow.recv(1) == b""
+    with socket.create_connection(address, timeout=20) as second:
+        second.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert second.recv(4096).startswith(b"HTTP/1.1 200")
+        second.sendall(b"GET /livez HTTP/1.1\r\nX-Slow: ")
+        assert second.recv(1) == b"", "a later request has no more time than the first"
     with socket.create_connection(address, timeout=20) as endless:
         monkeypatch.setattr(connection, "HEADER_SECONDS", 10.0)
         closed = threading.Event()
@@ -275,3 +280,26 @@ def test_given_headers_that_come_too_slowly_or_never_end_when_waiting_then_the_c
         except (BrokenPipeError, ConnectionResetError):
             closed.set()
         assert closed.is_set()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/any"])
+def test_given_a_fault_of_ours_when_any_route_is_called_then_it_is_a_500_like_all_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(pair.gateway.service, "model_names", None)
+    answer = pair.http.get(path, headers={"x-request-id": "mine"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert answer.headers["x-request-id"] == "mine"
+
+
+def test_given_a_client_that_asks_before_it_sends_its_body_when_it_may_then_it_is_told_so(pair: Pair) -> None:
+    body = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=20) as client:
+        client.sendall(head.encode() + b"Expect: 100-continue\r\nConnection: close\r\n\r\n")
+        assert client.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(body)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["usage"]["completion_tokens"] == 2

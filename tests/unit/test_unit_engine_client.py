@@ -90,6 +90,38 @@ def test_given_several_requests_when_submitted_together_then_every_token_comes_o
     with_client(scheduler, body)
 
 
+def test_given_many_requests_in_one_turn_of_the_loop_when_sent_then_they_share_few_messages_and_keep_their_order(
+    scheduler: ScriptedScheduler,
+) -> None:
+    async def body(client: EngineClient) -> None:
+        names = [f"r{number}" for number in range(150)]
+        scheduler.message_sizes.clear()
+        streams = [client.submit(request(name, max_tokens=1)) for name in names]
+        for stream in streams:
+            await read(stream)
+        assert [added.request_id for added in scheduler.added] == names
+        most = engine_client.PACKETS_PER_MESSAGE
+        sizes = [size for size in scheduler.message_sizes if size > 1]
+        assert sizes[:2] == [most, most]
+        assert len(sizes) == 3
+
+    with_client(scheduler, body)
+
+
+def test_given_a_cancel_in_the_last_turn_when_the_client_closes_then_the_scheduler_has_heard_it(
+    scheduler: ScriptedScheduler,
+) -> None:
+    scheduler.paused.set()
+
+    async def body(client: EngineClient) -> None:
+        client.submit(request())
+        await in_thread(lambda: scheduler.wait_for(lambda: "r" in scheduler.live))
+        client.cancel("r")
+
+    with_client(scheduler, body)
+    scheduler.wait_for(lambda: [cancel.request_id for cancel in scheduler.cancelled] == ["r"])
+
+
 def test_given_a_slow_reader_when_it_reads_then_outputs_are_merged(scheduler: ScriptedScheduler) -> None:
     async def body(client: EngineClient) -> None:
         stream = client.submit(request(max_tokens=20, logprobs=1))

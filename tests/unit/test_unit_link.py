@@ -11,7 +11,7 @@ from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, 
 from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.rank import RankSession
 from novainfer.executor.ranks import RankGroup
-from novainfer.protocol.link import Inbox, Packet
+from novainfer.protocol.link import Inbox, Packet, packets_in
 from novainfer.protocol.messages import (
     FINISH_CANCELLED,
     FINISH_LENGTH,
@@ -69,6 +69,17 @@ def test_given_a_gap_when_taken_then_it_is_an_error_and_nothing_counts_as_taken(
 def test_given_a_packet_when_it_goes_over_the_wire_then_it_comes_back_equal() -> None:
     packet = Packet(2**60, 7, Heartbeat(3))
     assert Packet.of(packet.frames()) == packet
+
+
+def test_given_several_packets_in_one_message_when_one_is_broken_then_those_before_it_are_read() -> None:
+    packets = [Packet(9, number, Heartbeat(number)) for number in range(3)]
+    frames = [frame for packet in packets for frame in packet.frames()]
+    assert list(packets_in(frames)) == packets
+    found = packets_in([*frames[:2], b"?", *frames[3:]])
+    assert next(found) == packets[0]
+    for broken in (found, packets_in([]), packets_in(frames[:1])):
+        with pytest.raises(ProtocolError):
+            next(broken)
 
 
 @pytest.mark.parametrize("frames", [[], [b"x" * 16], [b"x" * 15, b""], [b"x" * 16, b"\xc1"], [b"x" * 16, b"", b""]])

@@ -101,7 +101,7 @@ def test_given_bytes_that_make_no_character_when_they_come_one_by_one_then_each_
         detokenizer = Detokenizer(tokenizer)
         counts.append(lines_run(lambda d=detokenizer, n=size: [d.feed([token_id]) for _ in range(n)]))
         detokenizer.flush()
-        assert sum(looked_at) == size
+        assert sum(looked_at) <= size
     assert_linear(counts)
 
 

@@ -1,0 +1,64 @@
+"""How the scheduler takes what gateways send: several packets a message, so many a turn, none that is broken."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import zmq
+
+from novainfer.engine import server as server_module
+from novainfer.engine.server import SchedulerServer
+from novainfer.protocol.link import Packet
+from novainfer.protocol.messages import Heartbeat
+
+pytestmark = [pytest.mark.unit, pytest.mark.stage2]
+
+
+class Inbox:
+    """A socket with these messages, and the replica that hears them."""
+
+    def __init__(self, *messages: list[bytes]) -> None:
+        self.messages = deque(messages)
+        self.heard: list[tuple[bytes, int]] = []
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.messages:
+            raise zmq.Again
+        return self.messages.popleft()
+
+    def handle(self, identity: bytes, packet: Packet, now: float) -> None:
+        self.heard.append((identity, packet.number))
+
+    def hear(self) -> list[tuple[bytes, int]]:
+        """What comes of one turn."""
+        server: Any = SchedulerServer.__new__(SchedulerServer)
+        server._gateway_socket = server._replica = self
+        server._hear_gateways()
+        heard, self.heard = self.heard, []
+        return heard
+
+
+def message(identity: bytes, *numbers: int) -> list[bytes]:
+    return [identity, *(frame for number in numbers for frame in Packet(1, number, Heartbeat(0)).frames())]
+
+
+def test_given_messages_of_several_packets_when_heard_then_each_is_handled_in_order() -> None:
+    inbox = Inbox(message(b"a", 0, 1, 2), message(b"b", 0), message(b"a", 3))
+    assert inbox.hear() == [(b"a", 0), (b"a", 1), (b"a", 2), (b"b", 0), (b"a", 3)]
+
+
+def test_given_what_is_no_packet_when_heard_then_the_messages_behind_it_are_handled() -> None:
+    inbox = Inbox([b"a"], [b"a", b"?", b"?"], [*message(b"a", 0), b"?", b"?"], message(b"b", 0))
+    assert inbox.hear() == [(b"a", 0), (b"b", 0)]
+
+
+def test_given_a_flood_when_heard_then_a_turn_takes_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_MAX_PACKETS_PER_TURN", 4)
+    inbox = Inbox(*(message(b"a", 3 * i, 3 * i + 1, 3 * i + 2) for i in range(3)), *([[b"a"]] * 6))
+    assert [number for _, number in inbox.hear()] == [0, 1, 2, 3, 4, 5], "a message is taken whole"
+    assert [number for _, number in inbox.hear()] == [6, 7, 8]
+    assert len(inbox.messages) == 5
+    inbox.hear()
+    assert len(inbox.messages) == 1
