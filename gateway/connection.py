@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -15,6 +16,7 @@ from gateway.errors import ApiError
 HEADER_SECONDS = 10.0
 MAX_HEADER_BYTES = 64 * 1024
 MAX_DROPPED_BYTES = 8 * MAX_HEADER_BYTES
+_UPGRADE = re.compile(rb"(\r\n)u(pgrade[ \t]*:)", re.IGNORECASE)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -51,6 +53,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._num_dropped > MAX_DROPPED_BYTES:
                 self.transport.close()
             return
+        if self._awaits_head() and b"pgrade" in data.lower():
+            data = _without_upgrade(data)
         super().data_received(data)
         if self._reads_headers:  # which nearly always come at once, and need no timer
             if self._header_timer is None:
@@ -91,6 +95,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_last:
             super().on_message_complete()
+
+    def _awaits_head(self) -> bool:
+        """What comes next belongs to a request's head."""
+        return self._reads_headers or not self.cycle.more_body
 
     def _is_answering(self) -> bool:
         """A whole request is there, and its answer is not."""
@@ -154,6 +162,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """The same with a header of another name for `Upgrade`, in the first head.
+
+    A server may go on in HTTP/1.1 whatever a client offers, and some offer h2c with every request; httptools takes such
+    a request for one without a body.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(rb"\1x\2", head) + end + rest
 
 
 class HeldHead:
