@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.auth import AuthMiddleware, KeyRing
@@ -70,12 +70,17 @@ class Shortcut:
     What it does not know is the router's matter.
     """
 
-    def __init__(self, app: ASGIApp, routes: Sequence[Route], around: Callable[[ASGIApp], ASGIApp]) -> None:
+    def __init__(self, app: FastAPI, routes: Sequence[Route], around: Callable[[ASGIApp], ASGIApp]) -> None:
         self._app = app
         self._endpoints = {
             (method, one.path): one.app for one in routes for method in one.methods or () if "{" not in one.path
         }
         self._layers = around(self._endpoint)
+
+    @property
+    def routes(self) -> Sequence[BaseRoute]:
+        """Of the whole application."""
+        return self._app.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_known = scope["type"] == "http" and (scope["method"], scope["path"]) in self._endpoints
