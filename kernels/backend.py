@@ -81,6 +81,11 @@ class Program(Protocol):
 
     capacity: int
 
+    @property
+    def num_done(self) -> int:
+        """Operations that have ended, in all runs together; it counts up while one runs."""
+        ...
+
     def buffer(self, name: str, width: int) -> Tensor:
         """[capacity, width] in the program's dtype, to read and write; one for each name and width."""
         ...

@@ -81,7 +81,7 @@ class ModelRunner:
     @property
     def progress(self) -> int:
         """Grows with every layer; may be read by another thread."""
-        return self._model.layers_done
+        return self._model.progress
 
     def drop_rows(self) -> None:
         """Forget all rows: their owner is gone."""

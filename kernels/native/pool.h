@@ -74,6 +74,7 @@ class Pool {
     void forget_helpers() {
         num_helpers_ = 0;
         num_asleep_.store(0);
+        ticket_.store(0);  // another thread of the parent may have been in a loop, which is not to be gone on with here
         is_busy_.store(false);
         new (&sleep_) std::mutex;
         new (&wake_) std::condition_variable;

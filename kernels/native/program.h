@@ -17,6 +17,7 @@ struct StepInputs {
     const int32_t* seq_lens;             // [num_seqs]
     const int32_t* block_table;          // [num_seqs, table_stride]
     int64_t num_tokens, num_seqs, table_stride, table_width;
+    int64_t* num_done;                   // operations that have ended, counted up for a thread that watches
 };
 
 // Mirrored by `kernels.native.program.Operation`. `arguments` are those of the kernel; x and y those of a linear layer.
@@ -102,6 +103,7 @@ template <class T>
 long run_program(const Operation* operations, long count, const StepInputs& step, long threads) {
     for (long i = 0; i < count; i++) {
         if (!run_operation<T>(operations[i], step, threads)) return i;
+        __atomic_fetch_add(step.num_done, 1, __ATOMIC_RELAXED);
     }
     return count;
 }

@@ -29,6 +29,7 @@ class StepInputs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "query_start_loc", "seq_lens", "block_table")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_seqs", "table_stride", "table_width")),
+        ("num_done", ctypes.c_void_p),
     ]
 
 
@@ -56,6 +57,12 @@ class NativeProgram:
     _buffers: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)  # whatever the operations point to
     _packed: ctypes.Array[Operation] | None = None
+    _num_done: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
+
+    @property
+    def num_done(self) -> int:
+        """Operations that have ended, in all runs together; it counts up while one runs."""
+        return self._num_done.value
 
     def buffer(self, name: str, width: int) -> Tensor:
         """[capacity, width], uninitialised; one for each name and width."""
@@ -128,6 +135,7 @@ class NativeProgram:
             metadata.seq_lens.data_ptr(),
             table.data_ptr(),
             *(num_tokens, len(metadata.seq_lens), table.stride(0), table.shape[1]),
+            ctypes.addressof(self._num_done),
         )
         count, threads = len(self._operations), torch.get_num_threads()
         done = self.library.run_program(

@@ -22,12 +22,12 @@ class ForwardBatch:
 
 
 class CausalLM(Protocol):
-    """A decoder over a paged KV cache. Holds weights only; all state of requests is in the arguments.
+    """A decoder over a paged KV cache. Holds weights only; all state of requests is in the arguments."""
 
-    layers_done: counts up with every layer of every forward, for another thread that watches the progress.
-    """
-
-    layers_done: int
+    @property
+    def progress(self) -> int:
+        """Counts up, with every layer of every forward at least, for another thread that watches."""
+        ...
 
     @property
     def spec(self) -> ModelSpec:

@@ -24,7 +24,7 @@ class Decoder:
 
     def __init__(self, build: LayerBuilder, spec: DecoderSpec, max_position: int) -> None:
         self.spec = spec
-        self.layers_done = 0
+        self._layers_done = 0
         self.num_local_kv_heads = HeadShard.of(spec, build.tp).num_kv_heads
         embedding_rows = load_vocab_rows(build, f"{spec.prefix}embed_tokens", spec.vocab_size, spec.hidden_size)
         self._embedding = VocabEmbedding(embedding_rows, build.tp, spec.embedding_multiplier)
@@ -42,14 +42,18 @@ class Decoder:
         residual = self._embedding(input_ids)
         program = self._program_for(kv_caches)
         if program is not None and len(residual) <= program.capacity:
-            hidden = program(residual, positions, batch)
-            self.layers_done += len(self._layers)
-            return hidden
+            return program(residual, positions, batch)
         update: Tensor | None = None
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
             residual, update = layer(residual, update, positions, batch, kv_cache)
-            self.layers_done += 1
+            self._layers_done += 1
         return _next_input(self._norm, residual, update)[0]
+
+    @property
+    def progress(self) -> int:
+        """See `CausalLM`."""
+        program = None if self._recorded is None else self._recorded[1]
+        return self._layers_done + (0 if program is None else program.program.num_done)
 
     def _program_for(self, kv_caches: KvCaches) -> LayerProgram | None:
         """The layers over these caches as one call, recorded at first; None if they cannot be."""

@@ -64,7 +64,7 @@ class PagedStep:
         padded = F.pad(value, (0, key.shape[2] - value_dim))  # latent attention has shorter values than keys
         self._kernels.store_kv(key, padded, key_cache, value_cache, self._batch.slot_mapping)
         attended = self._kernels.paged_attention(query, key_cache, value_cache, self._batch.metadata, params)
-        self._model.layers_done += 1
+        self._model.progress += 1
         return attended[..., :value_dim]
 
 
@@ -135,7 +135,7 @@ class TransformersModel:
 
     def __init__(self, model: Any, spec: ModelSpec, kernels: KernelBackend) -> None:
         self.spec = spec
-        self.layers_done = 0
+        self.progress = 0  # see `CausalLM`
         self.num_local_kv_heads = spec.num_kv_heads
         self._decoder = model.get_decoder()
         self._head = _with_replaced(model, _path_of(model, self._decoder), HiddenInput())
