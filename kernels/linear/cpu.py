@@ -98,7 +98,8 @@ class PackedLinear(NativeLinear):
         check_dtype("weight", weight, *DTYPES)
         weight = last_dim_contiguous(weight.detach())
         n, k = weight.shape
-        packed = torch.empty(-(-n // LANES), *panel_shape(k, LANES, weight.dtype), dtype=weight.dtype)
+        panels = (-(-n // LANES), *panel_shape(k, LANES, weight.dtype))
+        packed = library.weight_memory.zeros(panels, weight.dtype)
         super().__init__(library.linear, (n, k), weight.dtype, packed, bias)
         self._pass(lambda layer: layer)
         code = DTYPES[weight.dtype]

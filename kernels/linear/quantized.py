@@ -54,7 +54,7 @@ class QuantizedLinear(NativeLinear):
         layout: Layout,
     ) -> None:
         """Memory for a weight [N, K] = shape under activations of dtype; `quantizing` and `of_integers` fill it."""
-        packed = torch.empty(layout.packed_bytes(*shape), dtype=torch.uint8)
+        packed = library.weight_memory.zeros((layout.packed_bytes(*shape),), torch.uint8)
         super().__init__(library.quantized_linear, shape, dtype, packed, bias)
         numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales)
         self._address = self._pass(lambda layer: QuantizedArguments(layer, *numbers))

@@ -193,7 +193,8 @@ struct TaskRows {
             UNROLL for (int n = 0; n < N; n++) acc[r][n] = zero();
         }
         const long steps = ceil_div(args.head_dim, kPack);
-        accumulate<Format, R, N>(acc, query + row * args.padded_dim, args.padded_dim, keys, kLanes * kPack, steps);
+        const Rows<X> rows{query + row * args.padded_dim, args.padded_dim};
+        accumulate<Format>(acc, rows, keys, kLanes * kPack, steps);
         UNROLL for (int r = 0; r < R; r++) {
             UNROLL for (int n = 0; n < N; n++) store(&scores[r][(panel + n) * kLanes], acc[r][n] * splat(args.scale));
         }
@@ -253,7 +254,7 @@ struct TaskRows {
             UNROLL for (int n = 0; n < N; n++) {
                 values[n] = chunk.value[panel] + lane % kLanes / kPack * w_stride + (d + n * kLanes) * kPack;
             }
-            accumulate<Format, R, N>(acc, probs + lane, kChunk, values, w_stride, (stop - lane) / kPack);
+            accumulate<Format>(acc, Rows<X>{probs + lane, kChunk}, values, w_stride, (stop - lane) / kPack);
             lane = stop;
         }
         UNROLL for (int r = 0; r < R; r++) {
@@ -271,7 +272,7 @@ struct TaskRows {
                 const long even = lane / kPack * kPack;
                 const T* values[1] = {chunk.value[lane / kLanes] + even % kLanes / kPack * w_stride + d * kPack};
                 if (lane == even && even + kPack <= high) {
-                    Format::step(acc, probs + even, kChunk, values, 0);
+                    Format::step(acc, Rows<X>{probs + even, kChunk}, 0, values, 0);
                 } else {
                     Format::half_step(acc[0][0], probs + even, values[0], 0, lane != even);
                 }

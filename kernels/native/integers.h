@@ -47,13 +47,13 @@ struct IntegerPanel : Columns {
     using T = uint8_t;
     using X = float;
 
-    template <int M, int N>
-    static INLINE void step(Vec (&acc)[M][N], const float* x, long x_stride, const T* const (&w)[N], long at) {
-        UNROLL for (int k = 0; k < Columns::kPack; k++) {
+    template <int M, int N, class Operand>
+    static INLINE void step(Vec (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
+        UNROLL for (int i = 0; i < Columns::kPack; i++) {
             Vec column[N];
-            UNROLL for (int n = 0; n < N; n++) column[n] = Columns::widen(w[n] + at, k);
+            UNROLL for (int n = 0; n < N; n++) column[n] = Columns::widen(w[n] + at, i);
             UNROLL for (int m = 0; m < M; m++) {
-                const Vec row = splat(x[m * x_stride + k]);
+                const Vec row = splat(*x.at(m, k + i));
                 UNROLL for (int n = 0; n < N; n++) acc[m][n] = fma(row, column[n], acc[m][n]);
             }
         }
@@ -140,13 +140,13 @@ struct IntegerDotPanel : Columns {
     using X = Bf16;
     static constexpr int kPairs = Columns::kPack / 2;
 
-    template <int M, int N>
-    static INLINE void step(Vec (&acc)[M][N], const Bf16* x, long x_stride, const T* const (&w)[N], long at) {
+    template <int M, int N, class Operand>
+    static INLINE void step(Vec (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
         __m512bh column[N][kPairs];
         UNROLL for (int n = 0; n < N; n++) Columns::widen(w[n] + at, column[n]);
         UNROLL for (int pair = 0; pair < kPairs; pair++) {
             UNROLL for (int m = 0; m < M; m++) {
-                const __m512bh row = Bf16DotPanel::splat_pair(x + m * x_stride + 2 * pair);
+                const __m512bh row = Bf16DotPanel::splat_pair(x.at(m, k + 2 * pair));
                 UNROLL for (int n = 0; n < N; n++) {
                     acc[m][n].p[0] = _mm512_dpbf16_ps(acc[m][n].p[0], row, column[n][pair]);
                 }

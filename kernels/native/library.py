@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.memory import WeightMemory
 from kernels.native.build import NativeBuildError, library_path, supported_isas
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in isa.cpp
@@ -42,6 +43,7 @@ class NativeLibrary:
 
     def __init__(self, isa: str) -> None:
         self.isa = isa
+        self.weight_memory = WeightMemory()
         self._library = ctypes.CDLL(str(library_path(isa)))
         self.pack_linear = self._function("pack_linear")
         self.linear = self._function("linear")

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "microkernel.h"
-#include "parallel.h"
 
 // Mirrored by `kernels.linear.cpu.LinearArguments`.
 struct LinearArguments {
@@ -16,14 +15,13 @@ namespace {
 
 constexpr int64_t kFloat32 = 0;   // the element type's number, see isa.cpp
 constexpr int64_t kRounded = 3;   // float32 that holds what the element type would
-constexpr long kTileRows = 256;   // rows for which the weights pass by once; their operands shall stay in the cache
 constexpr long kGroupPanels = 4;  // panels that one thread takes at a time
 constexpr int kBlockRows = kWidth == 16 ? 8 : 4;
 constexpr int kWeightPrefetch = 2048;  // bytes
 
 // Panels that share one pass over M rows, as many as the register file holds.
 constexpr int panels_for(int rows) {
-    return kWidth == 16 ? (rows >= 8 ? 2 : 4) : kWidth == 8 ? (rows >= 4 ? 1 : rows == 2 ? 2 : 4) : (rows >= 2 ? 1 : 2);
+    return kWidth == 16 ? (rows >= 16 ? 1 : rows >= 8 ? 2 : 4) : kWidth == 8 ? (rows >= 4 ? 1 : rows == 2 ? 2 : 4) : (rows >= 2 ? 1 : 2);
 }
 
 // weight [n, k], rows row_stride elements apart -> panels [ceil(n / 16)][ceil(k / kPack)][16][kPack], padded with zeros.
@@ -42,14 +40,14 @@ void pack_linear(const T* weight, T* packed, long n, long k, long row_stride, lo
     });
 }
 
-// A tile is some rows of x and all of the weight. It has `rows`, and block<M, N>(row, panel), which computes M rows from `row`
+// A tile is some rows of x and all of the weight. It has `operands`, and block<M, N>(row, panel), which computes M rows from `row`
 // on times N panels from `panel` on.
 
 // All blocks of M rows from `row` on, over panels [begin, end); returns the first row left over.
 template <int M, class Tile>
 long sweep(const Tile& tile, long row, long begin, long end) {
     constexpr int N = panels_for(M);
-    const long row_end = row + (tile.rows - row) / M * M;
+    const long row_end = row + (tile.operands.rows - row) / M * M;
     long panel = begin;
     for (; panel + N <= end; panel += N) {
         for (long m = row; m < row_end; m += M) tile.template block<M, N>(m, panel);
@@ -63,7 +61,9 @@ long sweep(const Tile& tile, long row, long begin, long end) {
 // All rows, over panels [begin, end).
 template <class Tile>
 void sweep_rows(const Tile& tile, long begin, long end) {
-    long row = sweep<kBlockRows>(tile, 0, begin, end);
+    long row = 0;
+    if constexpr (kSideRows > 0) row = sweep<kSideRows>(tile, row, begin, end);
+    row = sweep<kBlockRows>(tile, row, begin, end);
     if (kBlockRows == 8) row = sweep<4>(tile, row, begin, end);
     row = sweep<2>(tile, row, begin, end);
     sweep<1>(tile, row, begin, end);
@@ -106,39 +106,11 @@ struct Output {
     }
 };
 
-INLINE bool usable_in_place(const float*, const float*) { return true; }
-INLINE bool usable_in_place(const Bf16*, const Bf16*) { return true; }
-template <class T, class X>
-INLINE bool usable_in_place(const T*, const X*) { return false; }
-
-// Calls body(operand, operand_stride, first_row, rows) for one tile after the other. The operands are the rows of x [m, k], which
-// lie x_stride apart, as X, each zero-padded to a multiple of `pack` elements.
-template <class X, class T, class Body>
-void for_each_tile(const T* x, long x_stride, long m, long k, long pack, long threads, const Body& body) {
-    static thread_local Scratch scratch;
-    const bool in_place = usable_in_place(x, (const X*)nullptr) && k % pack == 0;
-    const long padded = round_up(k, pack);
-    for (long row = 0; row < m; row += kTileRows) {
-        const long rows = smaller(kTileRows, m - row);
-        const T* from = x + row * x_stride;
-        if (in_place) {
-            body((const X*)from, x_stride, row, rows);
-            continue;
-        }
-        X* to = scratch.get<X>(rows * padded);
-        parallel_ranges(rows, 8, (double)rows * k, threads, [&](long begin, long end) {
-            for (long r = begin; r < end; r++) to_operand(from + r * x_stride, k, to + r * padded, padded);
-        });
-        body((const X*)to, padded, row, rows);
-    }
-}
-
 template <class T>
 struct LinearTile {
     using Format = typename FormatOf<T>::type;
     const LinearArguments& args;
-    const typename Format::X* x;  // [rows, x_stride]
-    long x_stride, rows;
+    const Operands<typename Format::X>& operands;
     Output<T> output;
 
     template <int M, int N>
@@ -154,7 +126,7 @@ struct LinearTile {
         UNROLL for (int m = 0; m < M; m++) {
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
         }
-        accumulate<Format>(acc, x + row * x_stride, x_stride, w, w_stride, steps, kWeightPrefetch);
+        accumulate<Format>(acc, operands.template block<M>(row), w, w_stride, steps, kWeightPrefetch);
         output.write(row, panels, acc);
     }
 };
@@ -164,9 +136,9 @@ template <class T>
 void linear(const LinearArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
     using Format = typename FormatOf<T>::type;
     using X = typename Format::X;
-    for_each_tile<X>(x, x_stride, m, args.k, Format::kPack, threads, [&](const X* operand, long stride, long first, long rows) {
-        const LinearTile<T> tile{args, operand, stride, rows, {args, y, first}};
-        const double work = (double)rows * args.n * args.k;
+    for_each_tile<X>(x, x_stride, m, args.k, Format::kPack, threads, [&](const Operands<X>& operands) {
+        const LinearTile<T> tile{args, operands, {args, y, operands.first}};
+        const double work = (double)operands.rows * args.n * args.k;
         parallel_ranges(ceil_div(args.n, kLanes), kGroupPanels, work, threads, [&](long begin, long end) {
             for (long group = begin; group < end; group += kGroupPanels) {
                 sweep_rows(tile, group, smaller(end, group + kGroupPanels));

@@ -4,11 +4,11 @@
 // pair, as the AVX512-BF16 instruction wants them. Every output has one accumulator and takes its products in order, whatever
 // the number of rows or columns in the block, so the block's shape never shows in the bits.
 //
-// A panel format names its stored element T, the operand X that it multiplies, kPack (elements of the summed dimension in one
-// step) and the step itself.
+// A panel format names its stored element T, the element X of the rows that it multiplies, kPack (elements of the summed dimension
+// in one step) and the step itself, for elements [k, k + kPack) of the rows and what lies `at` elements into the panels.
 #pragma once
 
-#include "vec.h"
+#include "operands.h"
 
 namespace {
 
@@ -18,12 +18,12 @@ struct PlainPanel {  // fp32 or fp16: [step][16]
     using X = float;
     static constexpr int kPack = 1;
 
-    template <int M, int N>
-    static INLINE void step(Vec (&acc)[M][N], const float* x, long x_stride, const T* const (&w)[N], long at) {
+    template <int M, int N, class Operand>
+    static INLINE void step(Vec (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
         Vec column[N];
         UNROLL for (int n = 0; n < N; n++) column[n] = load(w[n] + at);
         UNROLL for (int m = 0; m < M; m++) {
-            const Vec row = splat(x[m * x_stride]);
+            const Vec row = splat(*x.at(m, k));
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = fma(row, column[n], acc[m][n]);
         }
     }
@@ -46,8 +46,8 @@ struct Bf16Panel {  // bf16 widened to fp32: [step][16][2]
     using X = float;
     static constexpr int kPack = 2;
 
-    template <int M, int N>
-    static INLINE void step(Vec (&acc)[M][N], const float* x, long x_stride, const T* const (&w)[N], long at) {
+    template <int M, int N, class Operand>
+    static INLINE void step(Vec (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
         Vec even[N], odd[N];
         UNROLL for (int n = 0; n < N; n++) {
             Pairs pairs;
@@ -56,7 +56,7 @@ struct Bf16Panel {  // bf16 widened to fp32: [step][16][2]
             odd[n] = odd_of(pairs);
         }
         UNROLL for (int m = 0; m < M; m++) {
-            const Vec first = splat(x[m * x_stride]), second = splat(x[m * x_stride + 1]);
+            const Vec first = splat(*x.at(m, k)), second = splat(*x.at(m, k + 1));
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = fma(first, even[n], acc[m][n]);
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = fma(second, odd[n], acc[m][n]);
         }
@@ -82,12 +82,12 @@ struct Bf16DotPanel {  // the same layout, multiplied in pairs by the AVX512-BF1
         return (__m512bh)_mm512_set1_epi32(pair);
     }
 
-    template <int M, int N>
-    static INLINE void step(Vec (&acc)[M][N], const Bf16* x, long x_stride, const T* const (&w)[N], long at) {
+    template <int M, int N, class Operand>
+    static INLINE void step(Vec (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
         __m512bh column[N];
         UNROLL for (int n = 0; n < N; n++) column[n] = (__m512bh)_mm512_loadu_si512(w[n] + at);
         UNROLL for (int m = 0; m < M; m++) {
-            const __m512bh row = splat_pair(x + m * x_stride);
+            const __m512bh row = splat_pair(x.at(m, k));
             UNROLL for (int n = 0; n < N; n++) acc[m][n].p[0] = _mm512_dpbf16_ps(acc[m][n].p[0], row, column[n]);
         }
     }
@@ -104,29 +104,17 @@ using Bf16Format = Bf16DotPanel;
 using Bf16Format = Bf16Panel;
 #endif
 
-// acc[m][n] += sum over `steps` of x[m] * w[n], in order. x rows lie x_stride apart, a panel's steps w_stride elements apart.
+// acc[m][n] += sum over `steps` of x[m] * w[n], in order. x: Rows or SideRows; a panel's steps lie w_stride elements apart.
 // prefetch: how many bytes ahead of its use a panel is asked for; 0 leaves that to the processor.
-template <class Format, int M, int N>
-INLINE void accumulate(Vec (&acc)[M][N], const typename Format::X* x, long x_stride, const typename Format::T* const (&w)[N],
-                       long w_stride, long steps, long prefetch = 0) {
+template <class Format, int M, int N, class Operand>
+INLINE void accumulate(Vec (&acc)[M][N], const Operand& x, const typename Format::T* const (&w)[N], long w_stride, long steps,
+                       long prefetch = 0) {
     for (long k = 0; k < steps; k++) {
         if (prefetch > 0) {
             UNROLL for (int n = 0; n < N; n++) __builtin_prefetch((const char*)(w[n] + k * w_stride) + prefetch);
         }
-        Format::step(acc, x + k * Format::kPack, x_stride, w, k * w_stride);
+        Format::step(acc, x, k * Format::kPack, w, k * w_stride);
     }
-}
-
-// Rows of activations as the operand of a panel format, zero-padded to `padded` elements.
-template <class T>
-INLINE void to_operand(const T* x, long count, float* operand, long padded) {
-    long k = 0;
-    for (; k + kLanes <= count; k += kLanes) store(operand + k, load(x + k));
-    for (; k < padded; k++) operand[k] = k < count ? load_one(x + k) : 0.0f;
-}
-INLINE void to_operand(const Bf16* x, long count, Bf16* operand, long padded) {
-    memcpy(operand, x, count * sizeof(Bf16));
-    for (long k = count; k < padded; k++) operand[k].bits = 0;
 }
 
 template <class T>

@@ -57,8 +57,7 @@ template <class T, class Format>
 struct QuantizedTile {
     const Records<Format>& records;
     const uint8_t* packed;
-    const typename Format::X* x;  // [rows, x_stride]
-    long x_stride, rows;
+    const Operands<typename Format::X>& operands;
     Output<T> output;
     bool half_scales;
     long far = kRecordPanels;  // of four panels, how far the last two are from the first two
@@ -66,7 +65,7 @@ struct QuantizedTile {
     template <int M, int N>
     INLINE void block(long row, long panel) const {
         const long step = records.step_bytes(panel), record = records.record_bytes(panel);
-        const typename Format::X* from = x + row * x_stride;
+        auto from = operands.template block<M>(row);
         const uint8_t *w[N], *scales[N];
         long panels[N];
         Vec total[M][N];
@@ -83,14 +82,14 @@ struct QuantizedTile {
             UNROLL for (int m = 0; m < M; m++) {
                 UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
             }
-            accumulate<Format>(acc, from, x_stride, w, step, records.steps(group), kIntegerPrefetch);
+            accumulate<Format>(acc, from, w, step, records.steps(group), kIntegerPrefetch);
             UNROLL for (int n = 0; n < N; n++) {
                 const Vec scale = half_scales ? load((const Fp16*)scales[n]) : load((const Bf16*)scales[n]);
                 UNROLL for (int m = 0; m < M; m++) total[m][n] = fma(scale, acc[m][n], total[m][n]);
                 w[n] += record;
                 scales[n] += record;
             }
-            from += records.group;
+            from = from.from(records.group);
         }
         output.write(row, panels, total);
     }
@@ -102,7 +101,7 @@ struct QuantizedTile {
     // All rows, over panels [begin, end), where a block begins.
     void run(long begin, long end) const {
         long panel = begin;
-        if (kSplitRows > rows) {
+        if (kSplitRows > operands.rows) {
             // One half of the panels beside the other: two long streams, whose ends alone are fetched in vain.
             QuantizedTile split = *this;
             split.far = (end - begin) / kGroupPanels * kRecordPanels;
@@ -118,10 +117,10 @@ void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride,
     using X = typename Format::X;
     const LinearArguments& layer = args.layer;
     const Records<Format> records(args);
-    for_each_tile<X>(x, x_stride, m, layer.k, Format::kPack, threads, [&](const X* operand, long stride, long first, long rows) {
+    for_each_tile<X>(x, x_stride, m, layer.k, Format::kPack, threads, [&](const Operands<X>& operands) {
         const uint8_t* packed = (const uint8_t*)layer.packed;
-        const QuantizedTile<T, Format> tile{records, packed, operand, stride, rows, {layer, y, first}, args.half_scales != 0};
-        const double work = (double)rows * layer.n * layer.k;
+        const QuantizedTile<T, Format> tile{records, packed, operands, {layer, y, operands.first}, args.half_scales != 0};
+        const double work = (double)operands.rows * layer.n * layer.k;
         parallel_ranges(ceil_div(records.panels, kGroupPanels), 1, work, threads, [&](long begin, long end) {
             tile.run(begin * kGroupPanels, smaller(records.panels, end * kGroupPanels));
         });

@@ -1,0 +1,152 @@
+// Rows of activations, as the inner loop of microkernel.h reads them.
+//
+// A word is what one broadcast takes: one float, or two bf16 numbers. SideRows are sixteen rows whose words lie side by side, so
+// that a step of the loop takes one cache line; rows that do not fill sixteen stay one below the other.
+#pragma once
+
+#include "parallel.h"
+
+namespace {
+
+constexpr long kSideRows = kWidth == 16 ? 16 : 0;  // smaller register files hold no sums of so many rows
+constexpr long kTileBytes = 512 << 10;  // of rows that are multiplied while the weights pass by once: they shall stay in the cache
+constexpr long kFewestTileRows = 64, kMostTileRows = 256;
+
+template <class X>
+constexpr long kWord = 4 / sizeof(X);
+
+template <class X>
+struct Rows {  // `stride` elements apart
+    const X* x;
+    long stride;
+
+    INLINE const X* at(long row, long k) const { return x + row * stride + k; }
+    INLINE Rows from(long k) const { return {x + k, stride}; }
+};
+
+template <class X>
+struct SideRows {  // [k / kWord][16][kWord]
+    const X* x;
+
+    INLINE const X* at(long row, long k) const { return x + k * kSideRows + row * kWord<X>; }  // k: where a word begins
+    INLINE SideRows from(long k) const { return {x + k * kSideRows}; }
+};
+
+// Some rows of a layer's input: the first num_side of them side by side, sixteen after sixteen, the rest one below the other.
+template <class X>
+struct Operands {
+    long first, rows;  // in the input
+    const X* side;     // [num_side / 16], of 16 * depth elements
+    long num_side, depth;
+    Rows<X> below;
+
+    template <int M>
+    INLINE auto block(long row) const {
+        if constexpr (M == kSideRows) {
+            return SideRows<X>{side + row * depth};
+        } else {
+            return Rows<X>{below.at(row - num_side, 0), below.stride};
+        }
+    }
+};
+
+// A row as X, zero-padded to `padded` elements.
+template <class T>
+INLINE void to_operand(const T* x, long count, float* operand, long padded) {
+    long k = 0;
+    for (; k + kLanes <= count; k += kLanes) store(operand + k, load(x + k));
+    for (; k < padded; k++) operand[k] = k < count ? load_one(x + k) : 0.0f;
+}
+INLINE void to_operand(const Bf16* x, long count, Bf16* operand, long padded) {
+    memcpy(operand, x, count * sizeof(Bf16));
+    for (long k = count; k < padded; k++) operand[k].bits = 0;
+}
+
+#if defined(__AVX512F__)
+// Lane j of row i goes to lane i of row j.
+INLINE void transpose(__m512i (&rows)[16]) {
+    __m512i pairs[16], fours[16];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        UNROLL for (int j = 0; j < 2; j++) {
+            fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+            fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+        }
+    }
+    UNROLL for (int c = 0; c < 4; c++) {  // fours[4 * i + c] has column 4 * l + c of rows 4 * i to 4 * i + 3 in its quarter l
+        const __m512i even0 = _mm512_shuffle_i32x4(fours[c], fours[4 + c], 0x88);
+        const __m512i even1 = _mm512_shuffle_i32x4(fours[8 + c], fours[12 + c], 0x88);
+        const __m512i odd0 = _mm512_shuffle_i32x4(fours[c], fours[4 + c], 0xdd);
+        const __m512i odd1 = _mm512_shuffle_i32x4(fours[8 + c], fours[12 + c], 0xdd);
+        rows[c] = _mm512_shuffle_i32x4(even0, even1, 0x88);
+        rows[4 + c] = _mm512_shuffle_i32x4(odd0, odd1, 0x88);
+        rows[8 + c] = _mm512_shuffle_i32x4(even0, even1, 0xdd);
+        rows[12 + c] = _mm512_shuffle_i32x4(odd0, odd1, 0xdd);
+    }
+}
+
+// Sixteen words of a row from its element k on, zeros behind its end.
+template <class T>
+INLINE __m512i load_words(const T* x, long k, long count, const float*) {
+    return (__m512i)(count - k >= kLanes ? load(x + k) : load_some(x + k, count - k)).p[0];
+}
+INLINE __m512i load_words(const Bf16* x, long k, long count, const Bf16*) {
+    if (count - k >= 2 * kLanes) return _mm512_loadu_si512(x + k);
+    Bf16 some[2 * kLanes] = {};
+    memcpy(some, x + k, (count - k) * sizeof(Bf16));
+    return _mm512_loadu_si512(some);
+}
+
+// Sixteen rows, x_stride apart, of `count` elements -> SideRows of `depth` elements.
+template <class T, class X>
+void put_side_by_side(const T* x, long x_stride, long count, X* to, long depth) {
+    for (long k = 0; k < depth; k += kLanes * kWord<X>) {
+        __m512i words[16];
+        UNROLL for (int row = 0; row < 16; row++) words[row] = load_words(x + row * x_stride, k, count, (const X*)nullptr);
+        transpose(words);
+        UNROLL for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + k * kSideRows + i * kLanes * kWord<X>, words[i]);
+    }
+}
+#else
+template <class T, class X>
+void put_side_by_side(const T*, long, long, X*, long) {}
+#endif
+
+INLINE bool usable_in_place(const float*, const float*) { return true; }
+INLINE bool usable_in_place(const Bf16*, const Bf16*) { return true; }
+template <class T, class X>
+INLINE bool usable_in_place(const T*, const X*) { return false; }
+
+// Calls body(operands) for one tile of the rows of x [m, k], which lie x_stride apart, after the other. Rows are zero-padded to a
+// multiple of `pack` elements.
+template <class X, class T, class Body>
+void for_each_tile(const T* x, long x_stride, long m, long k, long pack, long threads, const Body& body) {
+    static thread_local Scratch scratch;
+    const long depth = round_up(k, kLanes * kWord<X>), padded = round_up(k, pack);
+    const long tile_rows = clamp(kTileBytes / (depth * sizeof(X)), kFewestTileRows, kMostTileRows) / kLanes * kLanes;
+    for (long first = 0; first < m; first += tile_rows) {
+        const long rows = smaller(tile_rows, m - first), num_side = kSideRows > 0 ? rows / kLanes * kLanes : 0;
+        const T* from = x + first * x_stride;
+        X* side = scratch.get<X>(num_side * depth + (rows - num_side) * padded);
+        parallel_ranges(num_side / kLanes, 1, (double)num_side * k, threads, [&](long begin, long end) {
+            for (long i = begin * kLanes; i < end * kLanes; i += kLanes) {
+                put_side_by_side(from + i * x_stride, x_stride, k, side + i * depth, depth);
+            }
+        });
+        from += num_side * x_stride;
+        if (usable_in_place(x, (const X*)nullptr) && k % pack == 0) {
+            body(Operands<X>{first, rows, side, num_side, depth, {(const X*)from, x_stride}});
+            continue;
+        }
+        X* below = side + num_side * depth;
+        parallel_ranges(rows - num_side, 8, (double)(rows - num_side) * k, threads, [&](long begin, long end) {
+            for (long r = begin; r < end; r++) to_operand(from + r * x_stride, k, below + r * padded, padded);
+        });
+        body(Operands<X>{first, rows, side, num_side, depth, {below, padded}});
+    }
+}
+
+}  // namespace
