@@ -43,11 +43,11 @@ void pack_linear(const T* weight, T* packed, long n, long k, long row_stride, lo
 // A tile is some rows of x and all of the weight. It has `operands`, and block<M, N>(row, panel), which computes M rows from `row`
 // on times N panels from `panel` on.
 
-// All blocks of M rows from `row` on, over panels [begin, end); returns the first row left over.
+// All blocks of M of the rows [row, stop), over panels [begin, end); returns the first row left over.
 template <int M, class Tile>
-long sweep(const Tile& tile, long row, long begin, long end) {
+long sweep(const Tile& tile, long row, long stop, long begin, long end) {
     constexpr int N = panels_for(M);
-    const long row_end = row + (tile.operands.rows - row) / M * M;
+    const long row_end = row + (stop - row) / M * M;
     long panel = begin;
     for (; panel + N <= end; panel += N) {
         for (long m = row; m < row_end; m += M) tile.template block<M, N>(m, panel);
@@ -61,12 +61,13 @@ long sweep(const Tile& tile, long row, long begin, long end) {
 // All rows, over panels [begin, end).
 template <class Tile>
 void sweep_rows(const Tile& tile, long begin, long end) {
+    const long rows = tile.operands.rows;
     long row = 0;
-    if constexpr (kSideRows > 0) row = sweep<kSideRows>(tile, row, begin, end);
-    row = sweep<kBlockRows>(tile, row, begin, end);
-    if (kBlockRows == 8) row = sweep<4>(tile, row, begin, end);
-    row = sweep<2>(tile, row, begin, end);
-    sweep<1>(tile, row, begin, end);
+    if constexpr (kSideRows > 0) row = sweep<kSideRows>(tile, row, tile.operands.num_side, begin, end);
+    row = sweep<kBlockRows>(tile, row, rows, begin, end);
+    if (kBlockRows == 8) row = sweep<4>(tile, row, rows, begin, end);
+    row = sweep<2>(tile, row, rows, begin, end);
+    sweep<1>(tile, row, rows, begin, end);
 }
 
 // Where a tile's results go.

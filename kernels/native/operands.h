@@ -9,8 +9,8 @@
 namespace {
 
 constexpr long kSideRows = kWidth == 16 ? 16 : 0;  // smaller register files hold no sums of so many rows
-constexpr long kTileBytes = 512 << 10;  // of rows that are multiplied while the weights pass by once: they shall stay in the cache
-constexpr long kFewestTileRows = 64, kMostTileRows = 256;
+constexpr long kManyRows = 64;   // so many read a panel from the cache for the most part: blocks of fewer rows are as fast then
+constexpr long kTileRows = 256;  // rows for which the weights pass by once; they shall stay in the cache
 
 template <class X>
 constexpr long kWord = 4 / sizeof(X);
@@ -126,9 +126,9 @@ template <class X, class T, class Body>
 void for_each_tile(const T* x, long x_stride, long m, long k, long pack, long threads, const Body& body) {
     static thread_local Scratch scratch;
     const long depth = round_up(k, kLanes * kWord<X>), padded = round_up(k, pack);
-    const long tile_rows = clamp(kTileBytes / (depth * sizeof(X)), kFewestTileRows, kMostTileRows) / kLanes * kLanes;
-    for (long first = 0; first < m; first += tile_rows) {
-        const long rows = smaller(tile_rows, m - first), num_side = kSideRows > 0 ? rows / kLanes * kLanes : 0;
+    for (long first = 0; first < m; first += kTileRows) {
+        const long rows = smaller(kTileRows, m - first);
+        const long num_side = kSideRows > 0 && rows < kManyRows ? rows / kLanes * kLanes : 0;
         const T* from = x + first * x_stride;
         X* side = scratch.get<X>(num_side * depth + (rows - num_side) * padded);
         parallel_ranges(num_side / kLanes, 1, (double)num_side * k, threads, [&](long begin, long end) {
