@@ -9,7 +9,7 @@
 #pragma once
 
 #include "linear.h"
-#include "parallel.h"
+#include "totals.h"
 
 // Mirrored by `kernels.paged_attention.cpu.AttentionArguments`. Strides count elements.
 struct AttentionArguments {
@@ -29,43 +29,12 @@ namespace {
 
 constexpr long kChunk = 64, kChunkPanels = kChunk / kLanes;
 constexpr long kSegment = 512;
-constexpr long kTaskRows = 32;
-constexpr long kMaxDim = 256;
 constexpr int kTileQueries = kWidth == 16 ? 8 : 4;  // rows that share a pass over the keys
 
 // Rows of one sequence and one key/value head that one call of a thread computes.
 struct AttentionTask {
     int32_t seq, first_row, rows;
 };
-
-// Softmax state of up to kTaskRows rows over a part of their context.
-struct Totals {
-    float max[kTaskRows], sum[kTaskRows];
-    alignas(64) float acc[kTaskRows][kMaxDim];
-
-    void clear(long rows, long dim) {
-        for (long r = 0; r < rows; r++) {
-            max[r] = -kInfinity;
-            sum[r] = 0.0f;
-            memset(acc[r], 0, dim * sizeof(float));
-        }
-    }
-};
-
-// Sums the parts of a context in the order in which it is called.
-void combine(Totals& total, const Totals& part, long rows, long dim) {
-    for (long r = 0; r < rows; r++) {
-        if (part.max[r] == -kInfinity) continue;  // the row sees nothing of this part
-        const float top = total.max[r] > part.max[r] ? total.max[r] : part.max[r];
-        const bool first = total.max[r] == -kInfinity;
-        const Vec a = first ? zero() : exp(splat(total.max[r] - top)), b = first ? splat(1.0f) : exp(splat(part.max[r] - top));
-        for (long d = 0; d < dim; d += kLanes) {
-            store(&total.acc[r][d], fma(load(&total.acc[r][d]), a, load(&part.acc[r][d]) * b));
-        }
-        total.sum[r] = total.sum[r] * a.p[0][0] + part.sum[r] * b.p[0][0];
-        total.max[r] = first ? part.max[r] : top;
-    }
-}
 
 template <class T>
 struct Chunk {
@@ -202,6 +171,7 @@ struct TaskRows {
 
     // Takes one row's scores of lanes [low, high) into its state, and leaves exp(score - max) in probs.
     void softmax_row(float* scores, long low, long high, long row, Totals& part, X* probs) {
+        if (low == 0 && high == kChunk && args.soft_cap == 0.0f) return softmax_whole_row(scores, row, part, probs);
         const long first = low / kLanes, stop = ceil_div(high, kLanes);
         Vec top = splat(-kInfinity);
         for (long p = first; p < stop; p++) {
@@ -211,21 +181,44 @@ struct TaskRows {
             store(scores + p * kLanes, s);
             top = max(top, s);
         }
-        const float highest = max_lanes(top), old_max = part.max[row];
-        const float new_max = highest <= old_max ? old_max : highest;  // NaN passes through
+        const float new_max = raise_max(max_lanes(top), row, part);
         Vec sum = sums[row];
-        if (new_max != old_max) {
-            const Vec shrink = exp(splat(old_max - new_max));
-            sum = sum * shrink;
-            for (long d = 0; d < args.padded_dim; d += kLanes) store(&part.acc[row][d], load(&part.acc[row][d]) * shrink);
-            part.max[row] = new_max;
-        }
         for (long p = first; p < stop; p++) {
             const Vec e = keep_lanes(exp(load(scores + p * kLanes) - splat(new_max)), low - p * kLanes, high - p * kLanes, 0.0f);
             sum = sum + e;
             store_probs(probs + p * kLanes, e);
         }
         sums[row] = sum;
+    }
+
+    // The same of a row that sees the whole chunk: nothing to cut, and nothing leaves the registers in between.
+    void softmax_whole_row(const float* scores, long row, Totals& part, X* probs) {
+        Vec s[kChunkPanels], top = splat(-kInfinity);
+        UNROLL for (int p = 0; p < kChunkPanels; p++) {
+            s[p] = load(scores + p * kLanes);
+            top = max(top, s[p]);
+        }
+        const Vec new_max = splat(raise_max(max_lanes(top), row, part));
+        UNROLL for (int p = 0; p < kChunkPanels; p++) {
+            s[p] = exp(s[p] - new_max);
+            store_probs(probs + p * kLanes, s[p]);
+        }
+        Vec sum = sums[row];
+        UNROLL for (int p = 0; p < kChunkPanels; p++) sum = sum + s[p];
+        sums[row] = sum;
+    }
+
+    // The row's maximum when it has met a score; if that is higher, what the row has summed up so far shrinks.
+    INLINE float raise_max(float score, long row, Totals& part) {
+        const float old_max = part.max[row];
+        const float new_max = score <= old_max ? old_max : score;  // NaN passes through
+        if (new_max != old_max) {
+            const Vec shrink = exp(splat(old_max - new_max));
+            sums[row] = sums[row] * shrink;
+            for (long d = 0; d < args.padded_dim; d += kLanes) store(&part.acc[row][d], load(&part.acc[row][d]) * shrink);
+            part.max[row] = new_max;
+        }
+        return new_max;
     }
 
     // bf16 models take their probabilities in bf16, as the bf16 products need them; on every instruction set, so that all agree.

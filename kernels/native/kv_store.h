@@ -42,8 +42,8 @@ bool store_kv(const KvStoreArguments& args, long threads) {
     for (long token = 0; token < args.num_tokens; token++) {
         if (args.slots[token] >= args.num_slots) return false;
     }
-    const double work = (double)args.num_tokens * args.num_kv_heads * args.head_dim;
-    parallel_ranges(args.num_tokens, kLanes, work, threads, [&](long begin, long end) {
+    const double work = kElementWork * args.num_tokens * args.num_kv_heads * args.head_dim * 2;
+    parallel_ranges(args.num_tokens, 4, work, threads, [&](long begin, long end) {
         for (long token = begin; token < end; token++) store_token<T>(args, token);
     });
     return true;

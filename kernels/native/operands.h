@@ -131,7 +131,7 @@ void for_each_tile(const T* x, long x_stride, long m, long k, long pack, long th
         const long num_side = kSideRows > 0 && rows < kManyRows ? rows / kLanes * kLanes : 0;
         const T* from = x + first * x_stride;
         X* side = scratch.get<X>(num_side * depth + (rows - num_side) * padded);
-        parallel_ranges(num_side / kLanes, 1, (double)num_side * k, threads, [&](long begin, long end) {
+        parallel_ranges(num_side / kLanes, 1, kElementWork * num_side * k, threads, [&](long begin, long end) {
             for (long i = begin * kLanes; i < end * kLanes; i += kLanes) {
                 put_side_by_side(from + i * x_stride, x_stride, k, side + i * depth, depth);
             }
@@ -142,7 +142,7 @@ void for_each_tile(const T* x, long x_stride, long m, long k, long pack, long th
             continue;
         }
         X* below = side + num_side * depth;
-        parallel_ranges(rows - num_side, 8, (double)(rows - num_side) * k, threads, [&](long begin, long end) {
+        parallel_ranges(rows - num_side, 8, kElementWork * (rows - num_side) * k, threads, [&](long begin, long end) {
             for (long r = begin; r < end; r++) to_operand(from + r * x_stride, k, below + r * padded, padded);
         });
         body(Operands<X>{first, rows, side, num_side, depth, {below, padded}});

@@ -8,9 +8,10 @@
 
 namespace {
 
-constexpr double kSerialWork = 2e5;  // multiply-adds or elements below which starting threads costs more than it saves
+constexpr double kSerialWork = 2e5;  // multiply-adds below which starting threads costs more than it saves
+constexpr double kElementWork = 32;  // multiply-adds in the time that a number takes which is read, changed and written
 
-// Calls body(i) once for every 0 <= i < count, in any order, on up to `threads` threads. `work` estimates the operations of
+// Calls body(i) once for every 0 <= i < count, in any order, on up to `threads` threads. `work` estimates the multiply-adds of
 // all calls together. Which thread runs a call must not matter to its result.
 template <class Body>
 INLINE void parallel_for(long count, double work, long threads, const Body& body) {

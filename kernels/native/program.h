@@ -35,15 +35,17 @@ namespace {
 enum OperationKind { kNormOp, kLinearOp, kQuantizedOp, kRotaryOp, kStoreKvOp, kAttentionOp, kActMulOp };
 
 template <class T>
-void norm_heads(NormArguments args, const Operation& operation, long num_tokens) {
-    args.rows = operation.rows;
-    const T* x = (const T*)args.x;
-    T* out = (T*)args.out;
-    for (long token = 0; token < num_tokens; token++) {
-        args.x = x + token * operation.token_stride;
-        args.out = out + token * operation.token_stride;
-        rms_norm<T>(args, 1);
-    }
+void norm_heads(const NormArguments& args, const Operation& operation, long num_tokens, long threads) {
+    const double work = kElementWork * num_tokens * operation.rows * args.hidden;
+    parallel_ranges(num_tokens, 4, work, threads, [&](long begin, long end) {
+        NormArguments heads = args;
+        heads.rows = operation.rows;
+        for (long token = begin; token < end; token++) {
+            heads.x = (const T*)args.x + token * operation.token_stride;
+            heads.out = (T*)args.out + token * operation.token_stride;
+            rms_norm<T>(heads, 1);
+        }
+    });
 }
 
 // False if an index in the step's inputs points outside its table.
@@ -53,7 +55,7 @@ bool run_operation(const Operation& operation, const StepInputs& step, long thre
         case kNormOp: {
             NormArguments args = *(const NormArguments*)operation.arguments;
             args.rows = step.num_tokens;
-            operation.rows > 0 ? norm_heads<T>(args, operation, step.num_tokens) : rms_norm<T>(args, threads);
+            operation.rows > 0 ? norm_heads<T>(args, operation, step.num_tokens, threads) : rms_norm<T>(args, threads);
             return true;
         }
         case kLinearOp: {

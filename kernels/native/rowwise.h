@@ -60,7 +60,7 @@ void rms_norm_row(const NormArguments& args, long row) {
 
 template <class T>
 void rms_norm(const NormArguments& args, long threads) {
-    parallel_ranges(args.rows, 4, (double)args.rows * args.hidden, threads, [&](long begin, long end) {
+    parallel_ranges(args.rows, 4, kElementWork * args.rows * args.hidden, threads, [&](long begin, long end) {
         for (long row = begin; row < end; row++) rms_norm_row<T>(args, row);
     });
 }
@@ -82,7 +82,7 @@ bool rotary(const RotaryArguments& args, long threads) {
     for (long token = 0; token < args.num_tokens; token++) {
         if (args.positions[token] < 0 || args.positions[token] >= args.max_position) return false;
     }
-    const double work = (double)args.num_tokens * (args.num_heads + args.num_kv_heads) * args.half * 4;
+    const double work = kElementWork * args.num_tokens * (args.num_heads + args.num_kv_heads) * args.half * 2;
     parallel_ranges(args.num_tokens, 4, work, threads, [&](long begin, long end) {
         for (long token = begin; token < end; token++) {
             const float *cos = args.cos_sin + args.positions[token] * 2 * args.half, *sin = cos + args.half;
@@ -106,7 +106,7 @@ INLINE Vec activate(const Vec& x, int64_t activation) {
 
 template <class T>
 void act_mul(const ActMulArguments& args, long threads) {
-    parallel_ranges(args.rows, 1, (double)args.rows * args.width * 4, threads, [&](long begin, long end) {
+    parallel_ranges(args.rows, 1, kElementWork * args.rows * args.width, threads, [&](long begin, long end) {
         for (long row = begin; row < end; row++) {
             const T *gate = (const T*)args.gate_up + row * args.stride, *up = gate + args.width;
             T* out = (T*)args.out + row * args.width;

@@ -1,0 +1,40 @@
+// What a row of attention has seen of its context so far: the running maximum, sum and values of its softmax.
+#pragma once
+
+#include "parallel.h"
+
+namespace {
+
+constexpr long kTaskRows = 32;  // that one call of a thread computes
+constexpr long kMaxDim = 256;
+
+// Softmax state of up to kTaskRows rows over a part of their context.
+struct Totals {
+    float max[kTaskRows], sum[kTaskRows];
+    alignas(64) float acc[kTaskRows][kMaxDim + kLanes];  // rows that lay 1 KiB apart would crowd the same lines of the cache
+
+    void clear(long rows, long dim) {
+        for (long r = 0; r < rows; r++) {
+            max[r] = -kInfinity;
+            sum[r] = 0.0f;
+            memset(acc[r], 0, dim * sizeof(float));
+        }
+    }
+};
+
+// Sums the parts of a context in the order in which it is called.
+void combine(Totals& total, const Totals& part, long rows, long dim) {
+    for (long r = 0; r < rows; r++) {
+        if (part.max[r] == -kInfinity) continue;  // the row sees nothing of this part
+        const float top = total.max[r] > part.max[r] ? total.max[r] : part.max[r];
+        const bool first = total.max[r] == -kInfinity;
+        const Vec a = first ? zero() : exp(splat(total.max[r] - top)), b = first ? splat(1.0f) : exp(splat(part.max[r] - top));
+        for (long d = 0; d < dim; d += kLanes) {
+            store(&total.acc[r][d], fma(load(&total.acc[r][d]), a, load(&part.acc[r][d]) * b));
+        }
+        total.sum[r] = total.sum[r] * a.p[0][0] + part.sum[r] * b.p[0][0];
+        total.max[r] = first ? part.max[r] : top;
+    }
+}
+
+}  // namespace
