@@ -5,10 +5,14 @@ With pages of 2 MiB in place of 4 KiB the processor looks up few addresses, and 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import os
+import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -16,6 +20,9 @@ from torch import Tensor
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64  # a cache line
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_COMMIT_BYTES = 8 << 20  # asked for at a time: no longer than that does a step wait for the thread that asks
+_LOWEST_PRIORITY = 19
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -24,6 +31,29 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     So a KV cache costs what it holds, and that of a spare rank next to nothing.
     """
     return torch.frombuffer(_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def commit_in_background(tensors: Sequence[Tensor]) -> threading.Thread | None:
+    """Have the system give the memory of `lazy_zeros` now, by a thread of the lowest priority; None where it cannot.
+
+    A system that must first get the memory from elsewhere (a virtual machine's host, say) takes its time for it.
+    """
+    if sys.platform != "linux":
+        return None
+    thread = threading.Thread(target=_commit, args=(list(tensors),), name="commit memory", daemon=True)
+    thread.start()
+    return thread
+
+
+def _commit(tensors: Sequence[Tensor]) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for tensor in tensors:
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        for at in range(start - start % mmap.PAGESIZE, end, _COMMIT_BYTES):
+            if madvise(at, min(_COMMIT_BYTES, end - at), _MADV_POPULATE_WRITE):
+                return  # an older system, or no memory is left: what is written to will tell
 
 
 class WeightMemory:

@@ -63,7 +63,9 @@ class CacheConfig:
     num_blocks: int | None = option(None, "Number of KV blocks; default: what the memory allows.")
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory to use for weights, work space and KV.")
     kv_cache_memory_mib: int | None = option(
-        None, "Memory for the KV cache in MiB; default on a CPU: a quarter of what is free, at most 4096."
+        None,
+        "Memory for the KV cache in MiB, taken at once; default on a CPU: a quarter of what is free, at most 4096, "
+        "taken as it is used.",
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV blocks of equal prompt prefixes.")
 

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from kernels.backend import KernelBackend
+from kernels.memory import commit_in_background
 from novainfer.config import MIB, ServeConfig
 from novainfer.errors import ConfigError
 from workers.models.base import CausalLM, KvCaches
@@ -44,6 +45,11 @@ class KVCache:
             for _ in range(spec.num_layers)
         ]
         return cls(num_blocks, block_size, layers)
+
+    def commit(self) -> None:
+        """Have the system give the memory of a cache on a CPU now, beside other work, not when it is written to."""
+        if self.layers[0][0].device.type == "cpu":
+            commit_in_background([cache for layer in self.layers for cache in layer])
 
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy block src[i] to block dst[i] in every layer; all sources are read before anything is written."""

@@ -69,13 +69,14 @@ class Worker:
     info: ExecutorInfo
     tp: TensorParallel
     max_launched: int  # steps worth launching before the first is finished: 2 where the device works on its own
+    cache: KVCache | None  # None: it computes nothing
 
     @classmethod
     def build(cls, config: ServeConfig, place: RankPlace, progress: Progress) -> Worker:
         """Load all and run a first step. Raises `ConfigError` or `UnsupportedModelError` for what cannot be served."""
         if config.parallel.executor == "null":
             null, info = null_runner(config, place)
-            return cls(null, info, TensorParallel.single(), 1)
+            return cls(null, info, TensorParallel.single(), 1, None)
         device = choose_device(config.parallel, place.rank)
         kernels = choose_kernels(config.parallel, device)
         check_quantization(config.model, kernels)
@@ -111,7 +112,7 @@ class Worker:
             can_draft=device.type == "cpu",
             mode=str(find_mode(config, kernels, model, tp, device)),
         )
-        return cls(runner, info, tp, 1 if device.type == "cpu" else 2)
+        return cls(runner, info, tp, 1 if device.type == "cpu" else 2, cache)
 
 
 def choose_device(config: ParallelConfig, rank: int) -> torch.device:

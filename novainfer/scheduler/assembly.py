@@ -44,6 +44,7 @@ class StepAssembly:
         self._isolation = isolation
         self._pace = pace
         self._max_tokens = max_num_batched_tokens
+        self._is_long = pace.is_long(max_num_batched_tokens, 0)  # a step that is full
         self._draft_cost, self._drafts_left = 1.0, _MOST_DRAFTS
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
@@ -206,14 +207,21 @@ class StepAssembly:
         return self._rows.num_free > self._shares.rows_kept_free(tenant, self._rows.num_rows)
 
     def _chunk_room(self, name: str) -> int:
-        """Prompt tokens that the tenant may still have in this step."""
+        """Prompt tokens that the tenant may still have in this step.
+
+        Where full steps are long, one with the end of a prompt gets no more than half full: the first token behind it
+        comes in half the time, and those of the other half are computed in the next step, no later than in a full one.
+        """
         if name in self._yielding:
             return 0
         part = 1.0
         if self._shares.num_present > 1:
             part = max(self._shares.share(self._shares.of(name)) * _CROWDED_PART, _SMALLEST_PART)
         limit = max(int(part * self._max_tokens), 1)
-        return min(limit - self._chunk_tokens.get(name, 0), self.batch.budget)
+        room = min(limit - self._chunk_tokens.get(name, 0), self.batch.budget)
+        if self._is_long and self.batch.sampled_chunks:
+            room = min(room, self._max_tokens // 2 - sum(self._chunk_tokens.values()))
+        return room
 
     def _add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         self._chunk_tokens[sequence.tenant] = self._chunk_tokens.get(sequence.tenant, 0) + num_tokens

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from kernels.memory import WeightMemory
+from kernels.memory import WeightMemory, commit_in_background, lazy_zeros
 
 CHUNK = 64 << 20
 
@@ -42,3 +42,14 @@ def test_given_a_weight_about_as_large_as_a_chunk_when_allocated_then_it_can_be_
     large[-1], large[0] = 3, 2
     after = memory.zeros((65,), torch.uint8)
     assert (int(large[0]), int(large[-1]), int(first.sum()), int(after.sum())) == (2, 3, 0, 0)
+
+
+def test_given_lazy_memory_when_it_is_committed_then_it_is_there_and_what_was_written_stays() -> None:
+    tensors = [lazy_zeros((CHUNK // 2 + 77,), torch.uint8) for _ in range(2)]
+    tensors[1][12345] = 7
+    before = psutil.Process().memory_info().rss
+    thread = commit_in_background(tensors)
+    assert thread is not None
+    thread.join()
+    assert psutil.Process().memory_info().rss - before > CHUNK * 3 // 4
+    assert [int(tensor.sum()) for tensor in tensors] == [0, 7]

@@ -1,0 +1,78 @@
+"""Where full steps take long, prompts that come together do not all wait for the same one. On the oracle."""
+
+from __future__ import annotations
+
+import pytest
+
+from novainfer.protocol.step import StepPlan
+from novainfer.sampling.params import SamplingParams
+from tests.engine.engine_driver import Driver
+from tests.oracle import OracleExecutor, oracle_stream
+
+pytestmark = pytest.mark.stage1
+
+BUDGET = 64
+
+
+def driver_with(seconds_per_token: float) -> Driver:
+    """One that has seen steps that took so long."""
+    driver = Driver(
+        OracleExecutor(num_blocks=400, max_num_seqs=16),
+        max_num_seqs=16,
+        max_num_batched_tokens=BUDGET,
+        steps_in_flight=1,
+        prefix_caching=False,
+    )
+    pace = driver.engine.scheduler._pace
+    for tokens in range(1, 50):
+        pace.observe(seconds_per_token * tokens, tokens, 10 * tokens)
+    return driver
+
+
+def prompt_of(length: int, start: int) -> list[int]:
+    return [(start + 7 * i) % 50 for i in range(length)]
+
+
+def plans_of(driver: Driver, lengths: list[int]) -> list[list[int]]:
+    """The tokens of each step's prompt chunks, until all have begun to decode."""
+    for number, length in enumerate(lengths):
+        driver.add(f"r{number}", prompt_of(length, number), max_tokens=30)
+    chunks = []
+    while any(not driver.streams[f"r{number}", 0] for number in range(len(lengths))):
+        assert driver.engine.submit() == 1
+        plan: StepPlan = driver.executor._queue[0]
+        assert sum(plan.num_new_tokens) <= BUDGET
+        chunks.append([count for count in plan.num_new_tokens if count > 1])
+        driver.step()
+    return chunks
+
+
+def test_given_long_steps_when_prompts_come_together_then_a_step_with_the_end_of_one_is_half_full() -> None:
+    assert plans_of(driver_with(0.01), [8] * 8) == [[8] * 4, [8] * 4]
+
+
+def test_given_long_steps_when_a_prompt_is_alone_then_its_steps_are_full() -> None:
+    assert plans_of(driver_with(0.01), [3 * BUDGET]) == [[BUDGET]] * 3
+
+
+def test_given_long_steps_when_a_prompt_ends_then_the_next_one_gets_the_rest_of_half_a_step() -> None:
+    chunks = plans_of(driver_with(0.01), [BUDGET + 10, BUDGET])
+    assert chunks == [[BUDGET], [10, BUDGET // 2 - 10], [BUDGET // 2 + 10]]
+
+
+def test_given_long_steps_when_one_prompt_is_more_than_half_of_a_step_then_it_is_not_cut() -> None:
+    assert plans_of(driver_with(0.01), [BUDGET - 10, BUDGET - 10]) == [[BUDGET - 10], [BUDGET - 10]]
+
+
+def test_given_short_steps_when_prompts_come_together_then_they_share_one() -> None:
+    assert plans_of(driver_with(0.0001), [8] * 8) == [[8] * 8]
+
+
+def test_given_long_steps_when_all_are_done_then_every_stream_is_what_it_is_alone() -> None:
+    driver = driver_with(0.01)
+    lengths = [8, 70, 8, 33, 64, 20, 150]
+    plans_of(driver, lengths)
+    driver.run()
+    for number, length in enumerate(lengths):
+        want = oracle_stream(prompt_of(length, number), SamplingParams(seed=0, max_tokens=30), 0, set(), 50)
+        assert driver.streams[f"r{number}", 0] == want
