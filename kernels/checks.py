@@ -10,6 +10,11 @@ from torch import Tensor
 from kernels.backend import ACTIVATIONS, AttentionMetadata, SamplingTensors
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SAMPLING_DTYPES = (
+    *((name, torch.float32) for name in ("temperature", "top_p", "min_p")),
+    *((name, torch.int32) for name in ("top_k", "choice")),
+    *((name, torch.int64) for name in ("seed", "index")),
+)
 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
@@ -101,9 +106,11 @@ def check_sampling(logits: Tensor, params: SamplingTensors) -> None:
     check_last_dim_contiguous("logits", logits)
     if logits.shape[1] == 0:
         raise ValueError("logits must have at least one column")
-    dtypes = {"top_k": torch.int32, "choice": torch.int32, "seed": torch.int64, "index": torch.int64}
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "index"):
+    rows = logits.shape[0]
+    for name, dtype in _SAMPLING_DTYPES:
         tensor = getattr(params, name)
-        check_shape(name, tensor, [logits.shape[0]])
-        check_dtype(name, tensor, dtypes.get(name, torch.float32))
+        if tensor.dtype is dtype and tensor.shape == (rows,) and tensor.is_contiguous():
+            continue
+        check_shape(name, tensor, [rows])
+        check_dtype(name, tensor, dtype)
         check_last_dim_contiguous(name, tensor)

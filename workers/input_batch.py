@@ -59,16 +59,19 @@ class InputBatch:
             rows, num_new, counts = rows[order], num_new[order], counts[order]
         computed = states.num_computed_tokens[rows]
         seq_lens = computed + counts
-        query_start_loc = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(counts, out=query_start_loc[1:])
-
-        # Token t is the (t - query_start_loc[i])-th new token of its row rows[i].
-        host_positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], counts)
-        positions = to_device(host_positions, device)
-        token_rows = to_device(np.repeat(rows, counts), device)
-        row_index = to_device(rows, device)
-        blocks = states.block_table[token_rows, positions // block_size]
-        max_blocks = -(-int(seq_lens.max()) // block_size)
+        max_query_len, max_seq_len = int(counts.max()), int(seq_lens.max())
+        query_start_loc = np.arange(len(rows) + 1)
+        host_rows, host_positions = rows, computed
+        if max_query_len > 1:
+            np.cumsum(counts, out=query_start_loc[1:])
+            # Token t is the (t - query_start_loc[i])-th new token of its row rows[i].
+            host_rows = np.repeat(rows, counts)
+            host_positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], counts)
+        positions, token_rows = to_device(host_positions, device), to_device(host_rows, device)
+        row_index = token_rows if max_query_len == 1 else to_device(rows, device)
+        host_blocks, offsets = np.divmod(host_positions, block_size)
+        blocks = states.block_table[token_rows, to_device(host_blocks, device)]
+        max_blocks = -(-max_seq_len // block_size)
 
         samples = (computed + num_new == states.num_tokens[rows])[place]
         sampling = place[samples]
@@ -89,10 +92,10 @@ class InputBatch:
                     seq_lens=to_device(seq_lens.astype(np.int32), device),
                     block_table=states.block_table[row_index, :max_blocks],
                     num_decodes=int((counts == 1).sum()),
-                    max_query_len=int(counts.max()),
-                    max_seq_len=int(seq_lens.max()),
+                    max_query_len=max_query_len,
+                    max_seq_len=max_seq_len,
                 ),
-                slot_mapping=blocks.long() * block_size + positions % block_size,
+                slot_mapping=blocks.long() * block_size + to_device(offsets, device),
             ),
             sample_rows=rows[sampling],
             sample_ahead=ahead,

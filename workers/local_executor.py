@@ -25,6 +25,7 @@ class LocalExecutor:
             raise ConfigError("tensor parallelism needs worker processes; the in-process engine has one rank")
         place = RankPlace(rank=0, world_size=1, epoch=epoch, meeting_point="")
         self._worker: Worker | None = Worker.build(config, place, progress)
+        self._worker.commit_cache(config)
         self._info = self._worker.info
         self._plans: deque[StepPlan] = deque()
 

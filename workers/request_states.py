@@ -75,7 +75,10 @@ class RequestStates:
         ahead [B]: how many tokens of the same row stand before each of these; None: no row has two.
         """
         positions = self.num_tokens[rows] if ahead is None else self.num_tokens[rows] + ahead
-        self.token_ids[to_device(rows, self.device), to_device(positions, self.device)] = token_ids.int()
+        if self.device.type == "cpu":
+            self.token_ids.numpy()[rows, positions] = token_ids.numpy()  # what PyTorch does in three times the time
+        else:
+            self.token_ids[to_device(rows, self.device), to_device(positions, self.device)] = token_ids.int()
         self.num_tokens[rows] = positions + 1
 
     def advance(self, rows: IntArray, num_new_tokens: IntArray) -> None:

@@ -6,7 +6,7 @@ lists are device tensors that only rows with such lists have.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ NO_LOGPROBS = -1
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """The array on `device`; on a CPU it shares memory with the array, on a GPU the copy does not wait."""
     tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -73,6 +75,20 @@ class TokenRules:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RowSelection:
+    """What the sampling of some rows [B] needs to know, as long as no row gets a new owner."""
+
+    tensors: SamplingTensors  # with an index of zeros
+    num_logprobs: IntArray  # [B], NO_LOGPROBS for none
+    logprob_positions: IntArray  # [L], in B: where some are asked for
+    is_plain: bool  # no rules, no penalties: the logits are sampled as they are
+
+    def at(self, output_index: IntArray, device: torch.device) -> SamplingTensors:
+        """What the sampling kernel takes; output_index [B] is the index of the token to sample."""
+        return replace(self.tensors, index=to_device(output_index, device))
+
+
 class SamplingRows:
     """Sampling parameters of every row; `set` is the only writer."""
 
@@ -92,12 +108,14 @@ class SamplingRows:
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
         self.has_rules = np.zeros(max_num_seqs, np.bool_)
         self.rules: list[TokenRules | None] = [None] * max_num_seqs
+        self._selected: tuple[bytes, RowSelection] | None = None  # the last ones
 
     def set(self, new: NewRow) -> None:
         """Take a new row's parameters; every field of the row's former owner is overwritten."""
         row, params = new.row, new.params
         if params.seed is None:
             raise EngineError(f"row {row}: the seed was not resolved")
+        self._selected = None
         self.temperature[row] = params.temperature
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
@@ -112,14 +130,27 @@ class SamplingRows:
         self.rules[row] = TokenRules.of(new, self._device)
         self.has_rules[row] = self.rules[row] is not None
 
-    def tensors(self, rows: IntArray, output_index: IntArray) -> SamplingTensors:
-        """What the sampling kernel takes for `rows` [B]; output_index [B] is the index of the token to sample."""
-        return SamplingTensors(
-            temperature=to_device(self.temperature[rows], self._device),
-            top_k=to_device(self.top_k[rows], self._device),
-            top_p=to_device(self.top_p[rows], self._device),
-            min_p=to_device(self.min_p[rows], self._device),
-            seed=to_device(self.seed[rows], self._device),
-            choice=to_device(self.choice[rows], self._device),
-            index=to_device(output_index, self._device),
+    def select(self, rows: IntArray) -> RowSelection:
+        """Of `rows` [B]. Many steps in a row sample the same ones: then it is what it was the last time."""
+        key = rows.tobytes()
+        if self._selected is None or self._selected[0] != key:
+            self._selected = key, self._select(rows)
+        return self._selected[1]
+
+    def _select(self, rows: IntArray) -> RowSelection:
+        num_logprobs = self.num_logprobs[rows]
+        penalties = (self.repetition_penalty[rows] != 1.0, self.presence_penalty[rows], self.frequency_penalty[rows])
+        return RowSelection(
+            tensors=SamplingTensors(
+                temperature=to_device(self.temperature[rows], self._device),
+                top_k=to_device(self.top_k[rows], self._device),
+                top_p=to_device(self.top_p[rows], self._device),
+                min_p=to_device(self.min_p[rows], self._device),
+                seed=to_device(self.seed[rows], self._device),
+                choice=to_device(self.choice[rows], self._device),
+                index=to_device(np.zeros_like(rows), self._device),
+            ),
+            num_logprobs=num_logprobs,
+            logprob_positions=np.flatnonzero(num_logprobs >= 0),
+            is_plain=not (self.has_rules[rows].any() or any(values.any() for values in penalties)),
         )

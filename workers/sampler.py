@@ -59,22 +59,22 @@ class Sampler:
 
         ahead [S]: how many drafts stand before that token; rows with penalties have none.
         """
-        num_logprobs = states.sampling.num_logprobs[rows]
-        positions = np.flatnonzero(num_logprobs >= 0)
+        chosen = states.sampling.select(rows)
+        positions = chosen.logprob_positions
         position_index = to_device(positions, logits.device)
         raw = logits[position_index] if len(positions) else None
         sums = logits.sum(dim=1)  # hands on NaN and +inf; -inf for some ids is a legal mask
         output_len = states.output_len(rows, ahead)
-        process_logits(logits, rows, states, output_len)
-        params = states.sampling.tensors(rows, output_len)
-        token_ids = self._kernels.sample(logits, params)
+        if not chosen.is_plain:
+            process_logits(logits, rows, states, output_len)
+        token_ids = self._kernels.sample(logits, chosen.at(output_len, logits.device))
         best = logits.gather(1, token_ids[:, None])[:, 0]
         is_bad = ~(sums < math.inf) | (best == -math.inf)
         token_ids.masked_fill_(is_bad, 0)
         logprobs = None
         if raw is not None:
-            logprobs = gather_logprobs(raw, token_ids[position_index], int(num_logprobs.max()))
-        return Sampled(rows, token_ids, is_bad, positions, num_logprobs[positions], logprobs)
+            logprobs = gather_logprobs(raw, token_ids[position_index], int(chosen.num_logprobs.max()))
+        return Sampled(rows, token_ids, is_bad, positions, chosen.num_logprobs[positions], logprobs)
 
 
 def process_logits(logits: Tensor, rows: IntArray, states: RequestStates, output_len: IntArray) -> None:

@@ -59,8 +59,7 @@ def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
             loop = StepLoop(worker, place, socket, pulse)
             reports.send(ChildReady(ROLE_WORKER, place.rank, place.epoch, worker.info.num_blocks))
             pulse.num_blocks = worker.info.num_blocks
-            if worker.cache is not None and launch.config.cache.kv_cache_memory_mib is not None:
-                worker.cache.commit()  # who says how much it may be wants it to be there
+            worker.commit_cache(launch.config)
             loop.run()
             worker.tp.close()
         except Exception as error:

@@ -114,6 +114,11 @@ class Worker:
         )
         return cls(runner, info, tp, 1 if device.type == "cpu" else 2, cache)
 
+    def commit_cache(self, config: ServeConfig) -> None:
+        """Take the memory of a KV cache whose size was given: it is wanted, and later may not be there."""
+        if self.cache is not None and config.cache.kv_cache_memory_mib is not None:
+            self.cache.commit()
+
 
 def choose_device(config: ParallelConfig, rank: int) -> torch.device:
     """The rank's device; `auto` takes GPUs where there are enough for all ranks of this process's view."""

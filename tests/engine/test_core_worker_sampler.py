@@ -194,3 +194,30 @@ def test_logprobs_when_rows_are_sliced_then_equal_to_rows_alone(monkeypatch: pyt
     monkeypatch.setattr("workers.logprobs._MAX_SLICE", 2000)
     assert gather_logprobs(logits, token_ids, 4).records([4] * 7) == whole
     assert [gather_logprobs(logits[i : i + 1], token_ids[i : i + 1], 4).records([4])[0] for i in range(7)] == whole
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"banned_token_ids": (3,)},
+        {"temperature": 5.0, "seed": 4},
+        {"repetition_penalty": 50.0},
+        {"logit_bias": {5: 1000.0}},
+        {"logprobs": 2},
+    ],
+)
+def test_given_a_row_with_a_new_owner_when_the_same_rows_are_sampled_again_then_its_parameters_hold(
+    kernels: KernelBackend, fields: dict[str, Any]
+) -> None:
+    old, other, new = new_row(0, [1, 2], [0]), new_row(1, [1, 2], [1]), new_row(0, [3, 2], [2], **fields)
+    logits, rows = random_logits(2, seed=8), np.array([0, 1])
+    logits[:, 3] = 50.0
+    states, sampler = states_with(old, other), Sampler(kernels)
+    for _ in range(2):
+        first = sampler.sample(logits.clone(), rows, states)
+    states.apply(StepPlan(epoch=1, step=1, rows=[], num_new_tokens=[], freed_rows=[0], new_rows=[new]))
+    again, alone = sampler.sample(logits.clone(), rows, states), sample(kernels, logits, new, other)
+    assert first.token_ids.tolist() == [3, 3]
+    assert again.token_ids.tolist() == alone.token_ids.tolist()
+    assert again.num_top.tolist() == alone.num_top.tolist()
+    assert again.token_ids[0] != 3 or again.num_top.tolist() == [2] or "temperature" in fields
