@@ -17,7 +17,6 @@ constexpr int64_t kFloat32 = 0;   // the element type's number, see isa.cpp
 constexpr int64_t kRounded = 3;   // float32 that holds what the element type would
 constexpr long kGroupPanels = 4;  // panels that one thread takes at a time
 constexpr int kBlockRows = kWidth == 16 ? 8 : 4;
-constexpr int kWeightPrefetch = 2048;  // bytes
 
 // Panels that share one pass over M rows, as many as the register file holds.
 constexpr int panels_for(int rows) {
@@ -127,7 +126,13 @@ struct LinearTile {
         UNROLL for (int m = 0; m < M; m++) {
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
         }
-        accumulate<Format>(acc, operands.template block<M>(row), w, w_stride, steps, kWeightPrefetch);
+        const auto x = operands.template block<M>(row);
+        if (row == 0) {
+            const Prefetch prefetch = {kNearBytes, kFarBytes, (N - 1) * steps * w_stride * (long)sizeof(T)};
+            accumulate<Format>(acc, x, w, w_stride, steps, prefetch);
+        } else {
+            accumulate<Format>(acc, x, w, w_stride, steps, kCached);  // the first rows have brought the panels there
+        }
         output.write(row, panels, acc);
     }
 };

@@ -104,16 +104,31 @@ using Bf16Format = Bf16DotPanel;
 using Bf16Format = Bf16Panel;
 #endif
 
+// How many bytes ahead of their use panels are asked for: twice, since only so much can be on its way to the first cache. Near the
+// end of a panel, what lies far ahead is `skip` bytes further: the panels behind those that are read side by side.
+struct Prefetch {
+    long near, far, skip;
+};
+constexpr Prefetch kNoPrefetch = {0, 0, 0};  // that is left to the processor
+constexpr Prefetch kCached = {2048, 0, 0};   // from the second cache to the first
+constexpr long kNearBytes = 1024, kFarBytes = 8192;
+
 // acc[m][n] += sum over `steps` of x[m] * w[n], in order. x: Rows or SideRows; a panel's steps lie w_stride elements apart.
-// prefetch: how many bytes ahead of its use a panel is asked for; 0 leaves that to the processor.
 template <class Format, int M, int N, class Operand>
 INLINE void accumulate(Vec (&acc)[M][N], const Operand& x, const typename Format::T* const (&w)[N], long w_stride, long steps,
-                       long prefetch = 0) {
-    for (long k = 0; k < steps; k++) {
-        if (prefetch > 0) {
-            UNROLL for (int n = 0; n < N; n++) __builtin_prefetch((const char*)(w[n] + k * w_stride) + prefetch);
+                       const Prefetch prefetch = kNoPrefetch) {
+    const long step_bytes = w_stride * (long)sizeof(typename Format::T);
+    long far = prefetch.far, stop = prefetch.skip > 0 ? larger(0, steps - far / step_bytes) : steps;
+    for (long k = 0;; stop = steps, far += prefetch.skip) {
+        for (; k < stop; k++) {
+            UNROLL for (int n = 0; n < N; n++) {
+                const char* at = (const char*)w[n] + k * step_bytes;
+                if (prefetch.far > 0) __builtin_prefetch(at + far, 0, 2);
+                if (prefetch.near > 0) __builtin_prefetch(at + prefetch.near, 0, 3);
+            }
+            Format::step(acc, x, k * Format::kPack, w, k * w_stride);
         }
-        Format::step(acc, x, k * Format::kPack, w, k * w_stride);
+        if (stop == steps) return;
     }
 }
 

@@ -17,7 +17,6 @@ struct QuantizedArguments {
 namespace {
 
 constexpr long kRecordPanels = 2;       // as many as pass over many rows at a time: they read one stream from end to end
-constexpr int kIntegerPrefetch = 2048;  // bytes
 constexpr long kSplitRows = kWidth == 16 ? kBlockRows : 0;  // below that, four panels pass over any number of rows at a time
 constexpr long kScaleBytes = kLanes * sizeof(Bf16);  // of one panel in one group, also in fp16
 
@@ -82,7 +81,7 @@ struct QuantizedTile {
             UNROLL for (int m = 0; m < M; m++) {
                 UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
             }
-            accumulate<Format>(acc, from, w, step, records.steps(group), kIntegerPrefetch);
+            accumulate<Format>(acc, from, w, step, records.steps(group), Prefetch{kNearBytes, kFarBytes, 0});
             UNROLL for (int n = 0; n < N; n++) {
                 const Vec scale = half_scales ? load((const Fp16*)scales[n]) : load((const Bf16*)scales[n]);
                 UNROLL for (int m = 0; m < M; m++) total[m][n] = fma(scale, acc[m][n], total[m][n]);
