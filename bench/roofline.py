@@ -16,6 +16,7 @@ import torch
 
 from bench import cases
 from kernels.cpu_backend import CpuBackend
+from kernels.memory import lazy_zeros
 
 LIMIT = "limit"
 _COLD_BYTES, _PIECE_BYTES = 400_000_000, 40_000_000  # of all pieces together, more than any cache holds; of one
@@ -79,7 +80,7 @@ def limits(decoder: Decoder, machine: Machine) -> dict[str, float]:
 
 def measure() -> Machine:
     """Now, on all of torch's threads."""
-    pieces = torch.ones(_COLD_BYTES // _PIECE_BYTES, _PIECE_BYTES // 8, dtype=torch.int64)
+    pieces = lazy_zeros((_COLD_BYTES // _PIECE_BYTES, _PIECE_BYTES // 8), torch.int64).fill_(1)  # in huge pages
     reading = _PIECE_BYTES / fastest([piece.sum for piece in pieces], _SECONDS)
     x, weight = torch.randn(_ROWS, _DEPTH).bfloat16(), torch.randn(_COLUMNS, _DEPTH).bfloat16()
     packed, transposed = CpuBackend().pack_linear(weight), weight.t()
