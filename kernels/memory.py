@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -33,23 +33,26 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
-def commit_in_background(tensors: Sequence[Tensor]) -> threading.Thread | None:
+def commit_in_background(tensors: Sequence[Tensor], room: Callable[[], int]) -> threading.Thread | None:
     """Have the system give the memory of `lazy_zeros` now, by a thread of the lowest priority; None where it cannot.
 
     A system that must first get the memory from elsewhere (a virtual machine's host, say) takes its time for it.
+    room: how many bytes may still be taken; where a tensor does not fit any more, the rest is left for when it is used.
     """
     if sys.platform != "linux":
         return None
-    thread = threading.Thread(target=_commit, args=(list(tensors),), name="commit memory", daemon=True)
+    thread = threading.Thread(target=_commit, args=(list(tensors), room), name="commit memory", daemon=True)
     thread.start()
     return thread
 
 
-def _commit(tensors: Sequence[Tensor]) -> None:
+def _commit(tensors: Sequence[Tensor], room: Callable[[], int]) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for tensor in tensors:
+        if room() < tensor.nbytes:
+            return
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         for at in range(start - start % mmap.PAGESIZE, end, _COMMIT_BYTES):
             if madvise(at, min(_COMMIT_BYTES, end - at), _MADV_POPULATE_WRITE):

@@ -15,6 +15,7 @@ from novainfer.config import MIB, ServeConfig
 from novainfer.errors import ConfigError
 from workers.models.base import CausalLM, KvCaches
 
+_LEFT_FREE = 512 * MIB  # for others, when a cache's memory is taken before it is used
 _MAX_CPU_SHARE = 4096 * MIB  # default ceiling of the KV caches of all ranks on a CPU host
 
 
@@ -49,7 +50,8 @@ class KVCache:
     def commit(self) -> None:
         """Have the system give the memory of a cache on a CPU now, beside other work, not when it is written to."""
         if self.layers[0][0].device.type == "cpu":
-            commit_in_background([cache for layer in self.layers for cache in layer])
+            tensors = [cache for layer in self.layers for cache in layer]
+            commit_in_background(tensors, lambda: _available_host_memory() - _LEFT_FREE)
 
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy block src[i] to block dst[i] in every layer; all sources are read before anything is written."""

@@ -48,8 +48,18 @@ def test_given_lazy_memory_when_it_is_committed_then_it_is_there_and_what_was_wr
     tensors = [lazy_zeros((CHUNK // 2 + 77,), torch.uint8) for _ in range(2)]
     tensors[1][12345] = 7
     before = psutil.Process().memory_info().rss
-    thread = commit_in_background(tensors)
+    thread = commit_in_background(tensors, lambda: CHUNK)
     assert thread is not None
     thread.join()
     assert psutil.Process().memory_info().rss - before > CHUNK * 3 // 4
     assert [int(tensor.sum()) for tensor in tensors] == [0, 7]
+
+
+def test_given_no_room_for_all_when_memory_is_committed_then_the_rest_is_left_for_later() -> None:
+    tensors = [lazy_zeros((CHUNK,), torch.uint8) for _ in range(3)]
+    rooms = iter([CHUNK, CHUNK, CHUNK - 1])
+    before = psutil.Process().memory_info().rss
+    thread = commit_in_background(tensors, lambda: next(rooms))
+    assert thread is not None
+    thread.join()
+    assert 2 * CHUNK - (8 << 20) < psutil.Process().memory_info().rss - before < 3 * CHUNK - (8 << 20)
