@@ -74,9 +74,9 @@ async def _run(job: Job) -> list[Seen]:
     began = time.perf_counter()
     draw = random.Random(job.seed)
     seen = [Seen() for _ in job.tenants]
-    tasks = []
+    tasks, targets = [], []
     for tenant, mine in zip(job.tenants, seen, strict=True):
-        target = Target(job.base_url, tenant.api_key)
+        targets.append(target := Target(job.base_url, tenant.api_key, idle=[]))
         client = _Client(job, tenant, target, mine, random.Random(draw.random()), began)
         if tenant.rate > 0:
             tasks.append(asyncio.create_task(client.arrivals()))
@@ -86,6 +86,8 @@ async def _run(job: Job) -> list[Seen]:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    for target in targets:
+        await target.close()
     return seen
 
 

@@ -198,3 +198,41 @@ def test_a_result_when_written_then_it_names_commit_and_machine(
     assert {"commit", "version", "date", "machine", "duration"} <= set(written)
     assert written["machine"]["cores"] >= 1
     assert "1.50" in capsys.readouterr().out
+
+
+REFUSED = b'HTTP/1.1 503 Busy\r\nRetry-After: 1\r\nContent-Length: 17\r\n\r\n{"error": "full"}'
+
+
+def test_given_kept_connections_when_answers_end_then_the_next_request_takes_the_same_until_the_server_closes_it() -> (
+    None
+):
+    answers = [[OK_CHUNKED + chunked(*PIECES), REFUSED, OK_CHUNKED + chunked(*PIECES)], [REFUSED, OK_PLAIN + DONE]]
+    taken: list[int] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(set(taken))
+        for answer in answers[number]:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"Connection: keep-alive" in head
+            await reader.readexactly(int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0]))
+            taken.append(number)
+            writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async def go() -> list[int]:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        async with server:
+            target = Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", idle=[])
+            counts = []
+            for _ in range(5):
+                try:
+                    counts.append(len([one async for one in target.events("/v1/completions", {})]))
+                except RequestError as error:
+                    assert error.headers.get("retry-after") == "1"
+                    counts.append(-error.status)
+            await target.close()
+        return counts
+
+    assert asyncio.run(go()) == [4, -503, 4, -503, 0]
+    assert taken == [0, 0, 0, 1, 1]
