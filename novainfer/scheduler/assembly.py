@@ -44,7 +44,6 @@ class StepAssembly:
         self._isolation = isolation
         self._pace = pace
         self._max_tokens = max_num_batched_tokens
-        self._is_long = pace.is_long(max_num_batched_tokens, 0)  # a step that is full
         self._draft_cost, self._drafts_left = 1.0, _MOST_DRAFTS
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
@@ -219,7 +218,7 @@ class StepAssembly:
             part = max(self._shares.share(self._shares.of(name)) * _CROWDED_PART, _SMALLEST_PART)
         limit = max(int(part * self._max_tokens), 1)
         room = min(limit - self._chunk_tokens.get(name, 0), self.batch.budget)
-        if self._is_long and self.batch.sampled_chunks:
+        if self.batch.sampled_chunks and self._pace.is_long(self._max_tokens, 0):
             room = min(room, self._max_tokens // 2 - sum(self._chunk_tokens.values()))
         return room
 
