@@ -81,16 +81,17 @@ def overload(bench: Bench, seconds: float, factor: float) -> dict[str, Any]:
     num_input, num_output = SIZES["overload"]
     warm = max(seconds / 6, WARM_SECONDS)
 
-    def most(seed: int) -> tuple[float, list[str]]:
+    def most(seed: int) -> tuple[float, list[str], dict[str, float]]:
+        watched = UsageOverTime(warm + seconds / 3)
         (seen,) = bench.run([Tenant(key, 96, num_input, num_output)], warm + seconds / 3, seed)
-        return tokens_per_second([seen], warm, warm + seconds / 3), seen.failures
+        return tokens_per_second([seen], warm, warm + seconds / 3), seen.failures, watched.end()[1]
 
-    before, failures_before = most(6)
+    before, failures_before, cores_before = most(6)
     rate = factor * before / num_output
     watched = UsageOverTime(warm + seconds)
     (seen,) = bench.run([Tenant(key, 0, num_input, num_output, rate)], warm + seconds, 7)
     memory, cores = watched.end()
-    after, failures_after = most(8)
+    after, failures_after, _ = most(8)
     good = tokens_per_second([seen], warm, warm + seconds)
     return {
         "max_output_throughput_before": before,
@@ -106,6 +107,7 @@ def overload(bench: Bench, seconds: float, factor: float) -> dict[str, Any]:
         "failures": sorted({*seen.failures, *failures_before, *failures_after})[:5],
         **{f"rss_mib_over_time {name}": values for name, values in memory.items()},
         **{f"cores {name}": value for name, value in cores.items()},
+        **{f"cores before {name}": value for name, value in cores_before.items()},
     }
 
 

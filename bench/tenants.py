@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
-from bench.http_stream import RequestError, Target
+import uvloop
+
+from bench.http_stream import RequestError
+from bench.kept_connections import Pool
+
+_NUM_TOKENS = 1 << 16  # of which prompts are cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ class LoadProcesses:
     """Runs jobs, each in a process that ends with the block."""
 
     def __init__(self, count: int) -> None:
-        self._pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+        self._pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_give_way)
 
     def __enter__(self) -> LoadProcesses:
         return self
@@ -65,93 +73,119 @@ class LoadProcesses:
         return self._pool.submit(run_job, job)
 
 
+def _give_way() -> None:
+    """Clients on machines of their own would not stop a server's threads in mid-work."""
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def run_job(job: Job) -> list[Seen]:
     """Run it in this process."""
-    return asyncio.run(_run(job))
+    return uvloop.run(_run(job))
 
 
 async def _run(job: Job) -> list[Seen]:
     began = time.perf_counter()
     draw = random.Random(job.seed)
     seen = [Seen() for _ in job.tenants]
-    tasks, targets = [], []
-    for tenant, mine in zip(job.tenants, seen, strict=True):
-        targets.append(target := Target(job.base_url, tenant.api_key, idle=[]))
-        client = _Client(job, tenant, target, mine, random.Random(draw.random()), began)
+    pools = [Pool(job.base_url, tenant.api_key) for tenant in job.tenants]
+    bodies = Bodies(job.model, job.vocab_size, draw)
+    tasks = []
+    for tenant, pool, mine in zip(job.tenants, pools, seen, strict=True):
+        client = _Client(tenant, pool, bodies, mine, random.Random(draw.random()), began)
         if tenant.rate > 0:
             tasks.append(asyncio.create_task(client.arrivals()))
-        else:
-            tasks += [asyncio.create_task(client.one_after_the_other()) for _ in range(tenant.streams)]
+        for _ in range(tenant.streams):
+            client.send()
     await asyncio.sleep(job.seconds)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for target in targets:
-        await target.close()
+    for pool in pools:
+        pool.close()
     return seen
 
 
-class _Client:
-    def __init__(self, job: Job, tenant: Tenant, target: Target, seen: Seen, draw: random.Random, began: float) -> None:
-        self._job = job
-        self._tenant = tenant
-        self._target = target
-        self._seen = seen
-        self._draw = draw
-        self._began = began
+class Bodies:
+    """Requests with prompts of random tokens, no two of which begin with the same ones."""
 
-    async def one_after_the_other(self) -> None:
-        while True:
-            if not await self._send():
-                await asyncio.sleep(0.2)  # it was refused: a client that waits a little
+    def __init__(self, model: str, vocab_size: int, draw: random.Random) -> None:
+        self._model = json.dumps(model)
+        self._draw = draw
+        # Any place in it begins another prompt: to draw each of its tokens would cost as much as to send it.
+        self._tokens = [str(draw.randrange(vocab_size)) for _ in range(_NUM_TOKENS)]
+
+    def body(self, num_input: int, num_output: int) -> bytes:
+        """A greedy, streamed completion of so many tokens."""
+        start = self._draw.randrange(_NUM_TOKENS - num_input)
+        prompt = ",".join(self._tokens[start : start + num_input])
+        return (
+            f'{{"model":{self._model},"prompt":[{prompt}],"max_tokens":{num_output},"temperature":0,'
+            '"ignore_eos":true,"stream":true,"return_token_ids":true}'
+        ).encode()
+
+
+class _Client:
+    """What a tenant's clients do, each one request after the other, or one new client after the other."""
+
+    def __init__(
+        self, tenant: Tenant, pool: Pool, bodies: Bodies, seen: Seen, draw: random.Random, began: float
+    ) -> None:
+        self.seen = seen
+        self.began = began
+        self._tenant = tenant
+        self._pool = pool
+        self._bodies = bodies
+        self._draw = draw
 
     async def arrivals(self) -> None:
-        live: set[asyncio.Task[bool]] = set()
+        """Send for ever, at the tenant's rate."""
         due = time.perf_counter()
-        try:
-            while True:
-                due += self._draw.expovariate(self._tenant.rate)
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                task = asyncio.create_task(self._send())
-                live.add(task)
-                task.add_done_callback(live.discard)
-        finally:
-            for task in list(live):
-                task.cancel()
-            await asyncio.gather(*live, return_exceptions=True)
+        while True:
+            due += self._draw.expovariate(self._tenant.rate)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            self.send()
 
-    async def _send(self) -> bool:
-        """Whether it was accepted."""
-        job, tenant, seen = self._job, self._tenant, self._seen
-        body = {
-            "model": job.model,
-            "prompt": [self._draw.randrange(job.vocab_size) for _ in range(tenant.num_input)],
-            "max_tokens": tenant.num_output,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        sent = time.perf_counter()
-        first = True
-        try:
-            async for event in self._target.events("/v1/completions", body):
-                now = time.perf_counter()
-                for choice in event.get("choices", ()):
-                    count = len(choice.get("token_ids") or ())
-                    if count and first:
-                        first = False
-                        seen.ttfts.append(now - sent)
-                    seen.token_times += [now - self._began] * count
-            seen.completed += 1
-        except RequestError as error:
-            if error.status not in (429, 503):
-                seen.failures.append(str(error))
-            else:
-                seen.refusals.append(time.perf_counter() - sent)
-                seen.num_retry_after += int(error.headers.get("retry-after", "0")) >= 1
-            return False
-        return True
+    def send(self) -> None:
+        """One request."""
+        body = self._bodies.body(self._tenant.num_input, self._tenant.num_output)
+        self._pool.send(body, _Request(self))
+
+    def has_ended(self, *, was_accepted: bool) -> None:
+        """One of those who send one after the other has its answer; after a refusal it waits a little."""
+        if self._tenant.rate == 0:
+            asyncio.get_running_loop().call_later(0.0 if was_accepted else 0.2, self.send)
+
+
+class _Request:
+    """Writes down what comes of one request."""
+
+    __slots__ = ("_client", "_is_first", "_sent")
+
+    def __init__(self, client: _Client) -> None:
+        self._client = client
+        self._sent = time.perf_counter()
+        self._is_first = True
+
+    def tokens(self, count: int) -> None:
+        now, seen = time.perf_counter(), self._client.seen
+        if self._is_first:
+            self._is_first = False
+            seen.ttfts.append(now - self._sent)
+        seen.token_times += [now - self._client.began] * count
+
+    def ended(self) -> None:
+        self._client.seen.completed += 1
+        self._client.has_ended(was_accepted=True)
+
+    def failed(self, error: RequestError) -> None:
+        seen = self._client.seen
+        if error.status not in (429, 503):
+            seen.failures.append(str(error))
+        else:
+            seen.refusals.append(time.perf_counter() - self._sent)
+            seen.num_retry_after += int(error.headers.get("retry-after", "0")) >= 1
+        self._client.has_ended(was_accepted=False)
 
 
 def tokens_per_second(seen: Sequence[Seen], start: float, end: float) -> float:

@@ -9,8 +9,11 @@ import json
 import re
 from typing import Any, cast
 
+from starlette.types import Scope
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from gateway.door import Door
 from gateway.errors import ApiError
 
 HEADER_SECONDS = 10.0
@@ -31,12 +34,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """
 
     stall_seconds = 30.0
+    door: Door | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._reads_headers = True
+        self._at_door: tuple[RequestResponseCycle, ASGI3Application] | None = None  # what has begun in this turn
         self._num_dropped = 0
         self._is_last = False  # nothing that comes is looked at any more
         self._start_header_timer()
@@ -56,6 +61,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._awaits_head() and b"pgrade" in data.lower():
             data = _without_upgrade(data)
         super().data_received(data)
+        if self._at_door is not None:  # the rest of it is still to come
+            self._let_in()
         if self._reads_headers:  # which nearly always come at once, and need no timer
             if self._header_timer is None:
                 self._start_header_timer()
@@ -85,8 +92,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._reads_headers = False
             self._stop_header_timer()
             super().on_headers_complete()
-            if self.cycle.scope["method"] != "HEAD":  # a body follows
-                self.cycle.transport = cast(asyncio.Transport, HeldHead(self.cycle))
 
     def on_body(self, body: bytes) -> None:
         if not self._is_last:
@@ -95,6 +100,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_last:
             super().on_message_complete()
+            if self._at_door is not None:
+                self._pass_door()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._at_door = cycle, app
+        if self.door is None or not cycle.keep_alive or not self.door.is_watched(cast(Scope, cycle.scope)):
+            self._let_in()
+
+    def _let_in(self) -> None:
+        if self._at_door is not None:
+            (cycle, app), self._at_door = self._at_door, None
+            if cycle.scope["method"] != "HEAD":  # a body follows
+                cycle.transport = cast(asyncio.Transport, HeldHead(cycle))
+            super()._start_asgi_task(cycle, app)
+
+    def _pass_door(self) -> None:
+        """A request is here to its end: let it in, or answer it at once."""
+        cycle = self.cycle
+        answer = None
+        if self.door is not None and not self.flow.write_paused:
+            scope = cast(Scope, cycle.scope)
+            answer = self.door.refusal(scope, len(cycle.body), self.server_state.default_headers)
+        if answer is None:
+            self._let_in()
+            return
+        self._at_door = None
+        cycle.response_started = cycle.response_complete = True
+        self.transport.write(answer)
+        self.on_response_complete()
 
     def _awaits_head(self) -> bool:
         """What comes next belongs to a request's head."""
@@ -203,6 +237,6 @@ class HeldHead:
         return getattr(self._transport, name)
 
 
-def bounded_protocol(stall_seconds: float) -> type[BoundedHttpProtocol]:
-    """The protocol with this patience, as uvicorn wants it: a class."""
-    return type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"stall_seconds": stall_seconds})
+def bounded_protocol(stall_seconds: float, door: Door | None = None) -> type[BoundedHttpProtocol]:
+    """The protocol with this patience and this door, as uvicorn wants it: a class."""
+    return type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"stall_seconds": stall_seconds, "door": door})

@@ -63,12 +63,12 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        info = scope[_KEY] = RequestInfo(_request_id(scope))
+        info = scope[_KEY] = RequestInfo(request_id_of(scope))
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 info.status = message["status"]
-                message["headers"] = [*message["headers"], *_headers(info)]
+                message["headers"] = [*message["headers"], *answer_headers(info)]
             await send(message)
 
         app = self._app
@@ -86,7 +86,7 @@ class ContextMiddleware:
             self._metrics.http_request(scope["method"], info.handler, info.status)
 
 
-def _request_id(scope: Scope) -> str:
+def request_id_of(scope: Scope) -> str:
     """The caller's id where it is sane, else one of ours."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _SANE_ID.fullmatch(value):
@@ -94,7 +94,8 @@ def _request_id(scope: Scope) -> str:
     return f"req-{os.urandom(12).hex()}"
 
 
-def _headers(info: RequestInfo) -> list[tuple[bytes, bytes]]:
+def answer_headers(info: RequestInfo) -> list[tuple[bytes, bytes]]:
+    """What every answer carries, beside its own headers."""
     elapsed = (time.perf_counter() - info.started) * 1000
     return [
         (b"x-request-id", info.request_id.encode()),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -49,6 +51,14 @@ class ApiError(Exception):
     def response(self) -> Response:
         """The HTTP answer."""
         return Response(json.dumps(self.body), self.status, self.headers, media_type="application/json")
+
+    def message_of(self, more_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """The same as it goes over the wire, with these headers, too."""
+        body = json.dumps(self.body).encode()
+        headers = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
+        more = b"".join([b"%b: %b\r\n" % pair for pair in more_headers])
+        head = f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n{headers}content-length: {len(body)}\r\n"
+        return b"%bcontent-type: application/json\r\n%b\r\n%b" % (head.encode("latin-1"), more, body)
 
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}

@@ -17,6 +17,7 @@ QUOTA_HEADERS = tuple(
 )
 _SMOOTHING = 0.1  # weight of the newest duration in the running mean
 _MAX_RETRY_AFTER = 30.0  # seconds, of an estimate from the mean duration
+_LEAST = 128  # with less than one part in so many left the queue is full: what is not even parsed need not fit exactly
 _KEPT_FOR_SMALL = 8  # with several keys, one part in so many is for tenants that hold less than that
 
 
@@ -210,7 +211,7 @@ class Limits:
         tokens = cost.prompt_tokens + cost.output_tokens
         most = self._open_part(room.queued_tokens, account.queued_tokens + tokens)
         # One that is larger than the whole bound must have its chance: it may wait if nothing else does.
-        if self.queued_tokens and self.queued_tokens + tokens > most:
+        if self.queued_tokens and self.queued_tokens + max(tokens, room.queued_tokens // _LEAST) > most:
             raise OverloadedError("Too many tokens wait. Please retry later.", retry_after=room.retry_after)
 
     def _open_part(self, limit: int, would_hold: int) -> int:

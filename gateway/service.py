@@ -299,7 +299,9 @@ class _CountedRefusals:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        if isinstance(error, (InvalidRequestError, OverloadedError)):
+        if isinstance(error, OverloadedError):
+            self._metrics.rejected(error.status)
+        elif isinstance(error, InvalidRequestError):
             self._metrics.rejected(to_api_error(error).status)
 
 

@@ -98,6 +98,7 @@ def test_given_a_start_when_the_engine_is_ready_then_both_phases_are_reported_an
         assert http.post(CHAT, json=BODY).text.endswith("data: [DONE]\n\n")
     process = psutil.Process(child.pid)
     assert process.cmdline()[0].startswith("novainfer: gateway 3")
+    assert os.sched_getscheduler(child.pid) == os.SCHED_BATCH
     mapped = [region.path for region in process.memory_maps()]
     assert not [path for path in mapped if any(name in path for name in ("torch", "triton", "/ray/"))]
     listening = [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]

@@ -71,6 +71,14 @@ def test_given_a_request_above_the_whole_bound_when_nothing_waits_then_it_may() 
     assert status_of(limits, "a", cost_of(1)) == 200
 
 
+def test_given_less_than_a_128th_of_the_queue_left_when_little_is_asked_for_then_it_is_full() -> None:
+    limits = Limits(max_live=100)
+    with limits.reserve("a", cost_of(7938), ROOM):
+        assert status_of(limits, "a", cost_of(1)) == 200
+    with limits.reserve("a", cost_of(7939), ROOM):
+        assert status_of(limits, "a", cost_of(1)) == 503
+
+
 def test_given_sequences_when_they_fill_queue_and_rows_then_503_and_more_than_all_is_400() -> None:
     limits = Limits(max_live=100)
     assert status_of(limits, "a", cost_of(1, sequences=81)) == 400
