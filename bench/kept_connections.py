@@ -43,6 +43,7 @@ class Pool:
         self._all: set[_Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self.num_resent = 0  # requests sent once more, over a new connection
 
     def send(self, body: bytes, listener: Listener) -> None:
         """Send a completion request, a JSON object, over a connection that is free or else a new one."""
@@ -196,6 +197,7 @@ class _Connection(asyncio.Protocol):
         if listener is None:
             return
         if not self._is_first and not self._status and not self._data:  # the server closed it before it had the request
+            self._pool.num_resent += 1
             self._pool.open(self._request, listener)
         else:
             listener.failed(RequestError(f"the connection ended: {exc}"))

@@ -99,6 +99,8 @@ def overload(bench: Bench, seconds: float, factor: float) -> dict[str, Any]:
         "offered_requests_per_second": rate,
         "output_throughput": good,
         "goodput_share": good / max((before + after) / 2, 1e-9),
+        "requests_sent": seen.sent,
+        "requests_resent": seen.resent,
         "completed_overload": seen.completed,
         "refused": len(seen.refusals),
         "refused_with_retry_after": seen.num_retry_after,

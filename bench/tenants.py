@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -18,7 +20,8 @@ import uvloop
 from bench.http_stream import RequestError
 from bench.kept_connections import Pool
 
-_NUM_TOKENS = 1 << 16  # of which prompts are cut
+_NUM_TOKENS = 1 << 17  # of which prompts are cut
+_MOST_INPUT = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Seen:
 
     ttfts: list[float] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
+    sent: int = 0
+    resent: int = 0  # of those: again, as the server had closed the kept connection
     completed: int = 0
     refusals: list[float] = field(default_factory=list)  # how long each took
     num_retry_after: int = 0  # refusals that carried the header
@@ -76,7 +81,8 @@ class LoadProcesses:
 def _give_way() -> None:
     """Clients on machines of their own would not stop a server's threads in mid-work."""
     if sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with contextlib.suppress(OSError):  # some containers forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def run_job(job: Job) -> list[Seen]:
@@ -101,23 +107,25 @@ async def _run(job: Job) -> list[Seen]:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for pool in pools:
+    for pool, mine in zip(pools, seen, strict=True):
         pool.close()
+        mine.resent = pool.num_resent
     return seen
 
 
 class Bodies:
-    """Requests with prompts of random tokens, no two of which begin with the same ones."""
+    """Requests with prompts of random tokens, no two the same among the first `_NUM_TOKENS`."""
 
     def __init__(self, model: str, vocab_size: int, draw: random.Random) -> None:
         self._model = json.dumps(model)
-        self._draw = draw
-        # Any place in it begins another prompt: to draw each of its tokens would cost as much as to send it.
-        self._tokens = [str(draw.randrange(vocab_size)) for _ in range(_NUM_TOKENS)]
+        # Each place in it begins another prompt: to draw each of its tokens would cost as much as to send it.
+        tokens = [str(draw.randrange(vocab_size)) for _ in range(_NUM_TOKENS)]
+        self._tokens = tokens + tokens[:_MOST_INPUT]
+        self._starts = itertools.cycle(draw.sample(range(_NUM_TOKENS), _NUM_TOKENS))
 
     def body(self, num_input: int, num_output: int) -> bytes:
         """A greedy, streamed completion of so many tokens."""
-        start = self._draw.randrange(_NUM_TOKENS - num_input)
+        start = next(self._starts)
         prompt = ",".join(self._tokens[start : start + num_input])
         return (
             f'{{"model":{self._model},"prompt":[{prompt}],"max_tokens":{num_output},"temperature":0,'
@@ -149,6 +157,7 @@ class _Client:
     def send(self) -> None:
         """One request."""
         body = self._bodies.body(self._tenant.num_input, self._tenant.num_output)
+        self.seen.sent += 1
         self._pool.send(body, _Request(self))
 
     def has_ended(self, *, was_accepted: bool) -> None:

@@ -36,6 +36,10 @@ class ByteBudget:
         self._most = limit // 2 if is_shared else limit
         self._held: dict[str, int] = {}
 
+    def has_room(self, tenant: str, count: int) -> bool:
+        """Whether `take` would do it."""
+        return count <= self.left and self._held.get(tenant, 0) + count <= self._most
+
     def take(self, tenant: str, count: int) -> None:
         """Hold `count` bytes more. Raises `ApiError`: 503 where there is no room, 429 where the tenant has its part."""
         held = self._held.get(tenant, 0) + count

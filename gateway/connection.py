@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from typing import Any, cast
 
@@ -16,8 +17,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from gateway.door import Door
 from gateway.errors import ApiError
 
+log = logging.getLogger(__name__)
+
 HEADER_SECONDS = 10.0
 MAX_HEADER_BYTES = 64 * 1024
+MAX_HELD_BYTES = 32 * 1024  # of a body at the door; below what uvicorn stops to read at
+DOOR_SECONDS = 0.05
 MAX_DROPPED_BYTES = 8 * MAX_HEADER_BYTES
 _UPGRADE = re.compile(rb"(\r\n)u(pgrade[ \t]*:)", re.IGNORECASE)
 
@@ -41,7 +46,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._reads_headers = True
-        self._at_door: tuple[RequestResponseCycle, ASGI3Application] | None = None  # what has begun in this turn
+        self._at_door: tuple[RequestResponseCycle, ASGI3Application] | None = None  # a request that is not let in yet
+        self._door_timer: asyncio.TimerHandle | None = None
         self._num_dropped = 0
         self._is_last = False  # nothing that comes is looked at any more
         self._start_header_timer()
@@ -50,6 +56,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
         self._stop_stall_timer()
+        self._leave_door()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -61,8 +68,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._awaits_head() and b"pgrade" in data.lower():
             data = _without_upgrade(data)
         super().data_received(data)
-        if self._at_door is not None:  # the rest of it is still to come
-            self._let_in()
+        if self._at_door is not None:
+            self._pass_door(*self._at_door)
         if self._reads_headers:  # which nearly always come at once, and need no timer
             if self._header_timer is None:
                 self._start_header_timer()
@@ -100,35 +107,51 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_last:
             super().on_message_complete()
-            if self._at_door is not None:
-                self._pass_door()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._at_door = cycle, app
-        if self.door is None or not cycle.keep_alive or not self.door.is_watched(cast(Scope, cycle.scope)):
+        if self.door is None or not self.door.is_watched(cast(Scope, cycle.scope)):
             self._let_in()
 
+    def _pass_door(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Refuse a request that is here to its end, or let it in. Clients often send head and body one after the other:
+        a moment's wait for a body that is not long.
+        """
+        if cycle.more_body and len(cycle.body) < MAX_HELD_BYTES and not cycle.waiting_for_100_continue:
+            if self._door_timer is None:
+                self._door_timer = self.loop.call_later(DOOR_SECONDS, self._let_in)
+            return
+        answer = None
+        # A connection that is to be closed has more to say than the answer; one that does not read, a task that waits.
+        if self.door is not None and not cycle.more_body and cycle.keep_alive and not self.flow.write_paused:
+            try:
+                answer = self.door.refusal(cast(Scope, cycle.scope), len(cycle.body), self.server_state.default_headers)
+            except Exception:
+                log.exception("the door failed")
+        if answer is None:
+            self._let_in()
+            return
+        self._leave_door()
+        cycle.response_started = cycle.response_complete = True
+        cycle.body = bytearray()  # and let go of what the application would let go of
+        cycle.on_response = _nothing
+        self.transport.write(answer)
+        self.on_response_complete()
+
     def _let_in(self) -> None:
-        if self._at_door is not None:
-            (cycle, app), self._at_door = self._at_door, None
+        at_door = self._at_door
+        self._leave_door()
+        if at_door is not None:
+            cycle, app = at_door
             if cycle.scope["method"] != "HEAD":  # a body follows
                 cycle.transport = cast(asyncio.Transport, HeldHead(cycle))
             super()._start_asgi_task(cycle, app)
 
-    def _pass_door(self) -> None:
-        """A request is here to its end: let it in, or answer it at once."""
-        cycle = self.cycle
-        answer = None
-        if self.door is not None and not self.flow.write_paused:
-            scope = cast(Scope, cycle.scope)
-            answer = self.door.refusal(scope, len(cycle.body), self.server_state.default_headers)
-        if answer is None:
-            self._let_in()
-            return
+    def _leave_door(self) -> None:
         self._at_door = None
-        cycle.response_started = cycle.response_complete = True
-        self.transport.write(answer)
-        self.on_response_complete()
+        if self._door_timer is not None:
+            self._door_timer.cancel()
+            self._door_timer = None
 
     def _awaits_head(self) -> bool:
         """What comes next belongs to a request's head."""
@@ -196,6 +219,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def _nothing() -> None:
+    """Nothing is left to do."""
 
 
 def _without_upgrade(data: bytes) -> bytes:

@@ -14,9 +14,11 @@ from starlette.types import Scope
 from gateway.auth import KeyRing
 from gateway.context import RequestInfo, answer_headers, request_id_of
 from gateway.errors import to_api_error
+from gateway.routes.endpoint import TIMEOUT_HEADER
 from gateway.service import GatewayService
 from novainfer.errors import NovaInferError, OverloadedError
 
+_TIMEOUT = TIMEOUT_HEADER.encode()
 Header = tuple[bytes, bytes]
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
@@ -40,9 +42,11 @@ class Door:
         """
         service = self._service
         headers = scope["headers"]
-        is_plain = (b"content-type", b"application/json") in headers and body_bytes <= service.max_body_bytes
-        tenant = self._keys.tenant(headers) if is_plain else None
-        if tenant is None or service.client.limits is None:
+        kinds = [value for name, value in headers if name == b"content-type"]
+        tenant = self._keys.tenant(headers) if kinds == [b"application/json"] else None
+        if tenant is None or service.client.limits is None or any(name == _TIMEOUT for name, _ in headers):
+            return None
+        if body_bytes > service.max_body_bytes or not service.body_budget.has_room(tenant, body_bytes):
             return None
         info = RequestInfo(request_id_of(scope), handler=scope["path"], tenant=tenant, body_bytes=body_bytes)
         try:

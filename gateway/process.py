@@ -198,7 +198,20 @@ async def _serve(server: GatewayServer, service: GatewayService, listener: socke
 
 async def _report_ready(service: GatewayService, report: Reporter) -> None:
     await service.client.wait_ready()
+    engine = service.client.limits
+    if engine is not None and engine.mode.startswith("cpu"):
+        _be_patient()
     report.send(ChildReady(ROLE_GATEWAY, report.index, report.epoch))
+
+
+def _be_patient() -> None:
+    """Have a turn when a rank's has ended, not in its midst: that would stop its whole group, and each time for little.
+
+    Hundreds of requests a second, each refused at once, would cost CPU ranks a few percent of their tokens.
+    """
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):  # some containers forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 async def _report_pulse(report: Reporter) -> None:
@@ -225,16 +238,6 @@ def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> Non
         runner.run(_serve(server, service, listener, report))
 
 
-def _be_patient() -> None:
-    """Have a turn when a rank's has ended, not in its midst: that would stop its whole group, and each time for little.
-
-    Hundreds of requests a second, each refused at once, would cost CPU ranks a few percent of their tokens.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # some containers forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def _raise_file_limit() -> None:
     """Each stream is a file; the usual soft limit of 1024 is less than one gateway holds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -256,7 +259,6 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the supervisor decides
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes it: nothing to drain yet
     _raise_file_limit()
-    _be_patient()
     run_dir = RunDir.create(options.run_dir)
     report = Reporter(run_dir, options.index, options.epoch)
     try:

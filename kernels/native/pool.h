@@ -48,14 +48,13 @@ class Pool {
             wake_.notify_all();
         }
         while (take_one()) {}
-        for (long spins = 0; num_done_.load(std::memory_order_acquire) < count; spins++) {
-            spins < kSpins ? pause() : (void)sched_yield();  // a helper with a piece may want this very core
-        }
+        for (long spins = 0; num_done_.load(std::memory_order_acquire) < count; spins++) linger(spins);
         is_busy_.store(false, std::memory_order_release);
     }
 
   private:
-    static constexpr long kSpins = 8000;  // about 100 microseconds
+    static constexpr long kSpins = 400;    // some microseconds
+    static constexpr long kYields = 250;   // some hundred microseconds, if nobody else wants the core
     static constexpr long kMostHelpers = 255;
 
     Pool() {
@@ -68,6 +67,12 @@ class Pool {
 #elif defined(__aarch64__)
         asm volatile("yield");
 #endif
+    }
+
+    // Waits for a moment. Who waits for longer lets others have the core: it may be a helper with a piece that wants it, and
+    // another process that has it now need not take it in the midst of a piece.
+    static void linger(long spins) {
+        spins < kSpins ? pause() : (void)sched_yield();
     }
 
     // The helpers of the parent process are not here.
@@ -114,9 +119,9 @@ class Pool {
     }
 
     void wait_for_next(uint32_t seen) {
-        for (long spins = 0; spins < kSpins; spins++) {
+        for (long spins = 0; spins < kSpins + kYields; spins++) {
             if (epoch_.load(std::memory_order_acquire) != seen) return;
-            pause();
+            linger(spins);
         }
         std::unique_lock<std::mutex> lock(sleep_);
         num_asleep_.fetch_add(1, std::memory_order_seq_cst);

@@ -110,6 +110,7 @@ def test_given_answers_that_end_when_more_is_sent_then_their_connection_is_taken
         assert (error.status, error.headers["retry-after"], str(error)) == (503, "1", 'HTTP 503: {"error": "full"}')
         assert await ask(pool, b"333") == ([1, 3], "ended")
         assert await ask(pool, b"4444") == ([1, 3], "ended")
+        assert pool.num_resent == 1
 
     with_pool(server, go)
     assert server.taken == [0, 0, 0, 1]

@@ -1,0 +1,260 @@
+"""The HTTP protocol's door, driven byte by byte: who is let in, who is refused, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from gateway import connection
+from gateway.connection import MAX_HELD_BYTES, BoundedHttpProtocol, bounded_protocol
+
+pytestmark = pytest.mark.unit
+
+ANSWER = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n"
+
+
+class ScriptedDoor:
+    """Refuses what is sent to `/full`."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []  # bytes of each body
+        self.fails = False
+
+    def is_watched(self, scope: Scope) -> bool:
+        return scope["path"] != "/open"
+
+    def refusal(self, scope: Scope, body_bytes: int, headers_of_all: object) -> bytes | None:
+        self.asked.append(body_bytes)
+        if self.fails:
+            raise ZeroDivisionError
+        return ANSWER if scope["path"] == "/full" else None
+
+
+class Wire(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def pause_reading(self) -> None:
+        raise AssertionError("nothing here is that long")
+
+    def resume_reading(self) -> None:
+        pass
+
+
+class Talk:
+    """A connection to an application that says what it got."""
+
+    def __init__(self, *, has_door: bool = True) -> None:
+        self.door = ScriptedDoor()
+        self.got: list[tuple[str, bytes]] = []
+        self.has_answered = asyncio.Event()
+        kind = bounded_protocol(30.0, self.door if has_door else None)  # type: ignore[arg-type]
+        config = uvicorn.Config(
+            self._app, http=kind, interface="asgi3", proxy_headers=False, log_config=None, access_log=False
+        )
+        config.load()
+        self.wire = Wire()
+        self.protocol: BoundedHttpProtocol = kind(config=config, server_state=ServerState(), app_state={})
+        self.protocol.connection_made(self.wire)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, more = b"", True
+        while more:
+            part = await receive()
+            body += part.get("body", b"")
+            more = part.get("more_body", False)
+        self.got.append((scope["path"], body))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+        self.has_answered.set()
+
+    def read(self, data: bytes) -> bytes:
+        """One read; what is written in it."""
+        before = len(self.wire.written)
+        self.protocol.data_received(data)
+        return self.wire.written[before:]
+
+    async def answer(self) -> bytes:
+        """The application's, once it is there; then it may be waited for again."""
+        await self.has_answered.wait()
+        self.has_answered.clear()
+        return self.wire.written
+
+
+def post(path: str, body: bytes = b"{}", *headers: bytes) -> bytes:
+    lines = [b"POST %b HTTP/1.1" % path.encode(), b"Host: h", b"Content-Length: %d" % len(body), *headers]
+    return b"\r\n".join([*lines, b"", b""]) + body
+
+
+def in_loop(body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await body()
+
+    asyncio.run(main())
+
+
+def test_given_requests_one_after_the_other_when_some_have_no_room_then_the_application_sees_the_others() -> None:
+    async def body() -> None:
+        talk = Talk()
+        assert talk.read(post("/full")) == ANSWER
+        assert talk.read(post("/full", b"12345")) == ANSWER
+        assert talk.read(post("/free", b"{1}")) == b""
+        assert (await talk.answer()).endswith(b"ok")
+        assert talk.read(post("/full")) == ANSWER
+        assert talk.got == [("/free", b"{1}")]
+        assert talk.door.asked == [2, 5, 3, 2]
+        assert not talk.wire.is_closed
+
+    in_loop(body)
+
+
+@pytest.mark.parametrize("cut", [-2, -1, -20, 9])
+def test_given_a_request_in_two_reads_when_the_second_comes_then_it_is_refused_as_a_whole(cut: int) -> None:
+    async def body() -> None:
+        talk = Talk()
+        sent = post("/full")
+        assert talk.read(sent[:cut]) == b""
+        assert not talk.door.asked
+        assert talk.read(sent[cut:]) == ANSWER
+        assert talk.door.asked == [2]
+        await asyncio.sleep(0)
+        assert not talk.got
+
+    in_loop(body)
+
+
+def test_given_a_body_that_does_not_come_when_it_was_waited_for_then_the_application_waits_for_it() -> None:
+    async def body() -> None:
+        talk = Talk()
+        started = asyncio.Event()
+        talk.protocol.app = app = _telling(talk.protocol.app, started)
+        assert app is talk.protocol.app
+        talk.read(post("/full")[:-1])
+        await started.wait()
+        talk.read(b"}")
+        await talk.answer()
+        assert (talk.got, talk.door.asked) == ([("/full", b"{}")], [])
+
+    in_loop(body)
+
+
+def _telling(app: Any, started: asyncio.Event) -> Any:
+    async def tell(scope: Scope, receive: Receive, send: Send) -> None:
+        started.set()
+        await app(scope, receive, send)
+
+    return tell
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        post("/full", b"{}", b"Connection: close"),
+        post("/full").replace(b"HTTP/1.1", b"HTTP/1.0"),
+        post("/open"),
+        post("/full", b"x" * MAX_HELD_BYTES + b"y")[:-1],
+        post("/full", b"{}", b"Expect: 100-continue")[:-2],
+    ],
+    ids=range(5),
+)
+def test_given_what_the_door_leaves_alone_when_read_then_the_application_has_it_at_once(first: bytes) -> None:
+    async def body() -> None:
+        talk = Talk()
+        started = asyncio.Event()
+        talk.protocol.app = _telling(talk.protocol.app, started)
+        assert talk.read(first) == b""
+        assert talk.protocol._at_door is None
+        await started.wait()
+        assert not talk.door.asked
+        talk.protocol.connection_lost(None)
+
+    in_loop(body)
+
+
+def test_given_more_than_one_request_in_a_read_when_the_first_has_no_room_then_it_is_the_last() -> None:
+    async def body() -> None:
+        talk = Talk()
+        assert talk.read(post("/full") + post("/free") + post("/free")) == b""
+        written = await talk.answer()
+        assert b"connection: close" in written
+        await asyncio.sleep(0)
+        assert talk.got == [("/full", b"{}")]
+        assert talk.wire.is_closed
+
+    in_loop(body)
+
+
+def test_given_a_client_that_leaves_while_it_is_held_when_its_time_is_over_then_nothing_has_begun() -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.read(post("/free")[:-1])
+        timer = talk.protocol._door_timer
+        assert timer is not None
+        talk.protocol.connection_lost(None)
+        assert timer.cancelled()
+        assert talk.protocol._at_door is None
+
+    in_loop(body)
+
+
+def test_given_a_refusal_when_it_is_sent_then_neither_its_body_nor_a_timer_but_the_idle_one_stays() -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.read(post("/full", b"x" * 1000)[:-1])
+        talk.read(b"x")
+        assert not talk.protocol.cycle.body
+        assert talk.protocol._door_timer is None
+        assert talk.protocol.timeout_keep_alive_task is not None
+        talk.read(post("/free"))
+        assert talk.protocol.timeout_keep_alive_task is None
+        await talk.answer()
+
+    in_loop(body)
+
+
+def test_given_a_door_that_fails_when_asked_then_it_is_logged_and_the_application_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.door.fails = True
+        with caplog.at_level(logging.ERROR, connection.__name__):
+            talk.read(post("/full"))
+        assert (await talk.answer()).endswith(b"ok")
+
+    in_loop(body)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_given_no_door_when_requests_come_then_all_are_let_in() -> None:
+    async def body() -> None:
+        talk = Talk(has_door=False)
+        talk.read(post("/full"))
+        await talk.answer()
+        assert talk.got == [("/full", b"{}")]
+
+    in_loop(body)
