@@ -25,7 +25,9 @@ class Listener(Protocol):
         """With `[DONE]`."""
 
     def failed(self, error: RequestError) -> None:
-        """With another status than 200, an error event, or a connection that broke."""
+        """With another status than 200 (of the headers `retry-after` alone is kept), an error event, or a connection
+        that broke.
+        """
 
 
 class Pool:
@@ -131,21 +133,25 @@ class _Connection(asyncio.Protocol):
             self._take_chunks()
         elif len(self._data) >= self._length:
             text = " ".join(self._data[: self._length].decode(errors="replace").split())[:200]
-            self._end(RequestError(f"HTTP {self._status}: {text}", self._status, self._headers))
+            headers = {"retry-after": self._header(b"retry-after").decode()}
+            self._end(RequestError(f"HTTP {self._status}: {text}", self._status, headers))
 
     def _take_head(self) -> bool:
         head, end, rest = self._data.partition(b"\r\n\r\n")
         if not end:
             return False
         self._data = rest
-        first, *lines = head.decode("latin-1").lower().split("\r\n")
-        self._headers = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        self._status = int(first.split(None, 2)[1])
-        self._length = int(self._headers.get("content-length", "0"))
-        if self._status == 200 and "chunked" not in self._headers.get("transfer-encoding", ""):
-            self._end(RequestError("the answer is no stream", self._status, self._headers))
+        self._head = head.lower() + b"\r\n"
+        self._status = int(head[9:12])
+        self._length = int(self._header(b"content-length") or 0)
+        if self._status == 200 and self._header(b"transfer-encoding") != b"chunked":
+            self._end(RequestError("the answer is no stream", self._status))
             return False
         return True
+
+    def _header(self, name: bytes) -> bytes:
+        _, _, rest = self._head.partition(b"\r\n%b:" % name)
+        return rest.partition(b"\r\n")[0].strip()
 
     def _take_chunks(self) -> None:
         data, at = self._data, 0
@@ -184,7 +190,7 @@ class _Connection(asyncio.Protocol):
     def _end(self, error: RequestError | None) -> None:
         listener, self._listener = self._listener, None
         if not self._transport.is_closing():
-            if self._headers.get("connection") == "close" or (error is not None and error.status in (0, 200)):
+            if self._header(b"connection") == b"close" or (error is not None and error.status in (0, 200)):
                 self._transport.close()
             else:
                 self._pool.keep(self)

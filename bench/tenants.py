@@ -193,7 +193,7 @@ class _Request:
             seen.failures.append(str(error))
         else:
             seen.refusals.append(time.perf_counter() - self._sent)
-            seen.num_retry_after += int(error.headers.get("retry-after", "0")) >= 1
+            seen.num_retry_after += int(error.headers["retry-after"] or 0) >= 1
         self._client.has_ended(was_accepted=False)
 
 

@@ -6,7 +6,8 @@ import json
 import math
 import zlib
 from collections.abc import Iterable
-from http import HTTPStatus
+from functools import lru_cache
+from http.client import responses
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -54,11 +55,17 @@ class ApiError(Exception):
 
     def message_of(self, more_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """The same as it goes over the wire, with these headers, too."""
-        body = json.dumps(self.body).encode()
+        body = _refusal_body(self.status, self.message, self.code, self.param)
         headers = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
         more = b"".join([b"%b: %b\r\n" % pair for pair in more_headers])
-        head = f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n{headers}content-length: {len(body)}\r\n"
+        head = f"HTTP/1.1 {self.status} {responses[self.status]}\r\n{headers}content-length: {len(body)}\r\n"
         return b"%bcontent-type: application/json\r\n%b\r\n%b" % (head.encode("latin-1"), more, body)
+
+
+@lru_cache(maxsize=64)
+def _refusal_body(status: int, message: str, code: str | None, param: str | None) -> bytes:
+    """The same few are said again and again."""
+    return json.dumps(ApiError(status, message, code, param).body).encode()
 
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}

@@ -39,6 +39,7 @@ class GatewayMetrics:
         self._rejected = Counter(
             "novainfer_admission_rejections", "Generations refused.", ["reason"], registry=self._registry
         )
+        self._rejected_counters: dict[int, Counter] = {}
         self._text_processes_lost = Counter(
             "novainfer_text_processes_lost",
             "Text processes killed for their time or as nobody waited for them, or dead, and replaced.",
@@ -73,7 +74,11 @@ class GatewayMetrics:
 
     def rejected(self, status: int) -> None:
         """Count a generation that was refused for its own fault, for lack of room or by a limit."""
-        self._rejected.labels({429: "rate_limit", 503: "overloaded"}.get(status, "invalid")).inc()
+        counter = self._rejected_counters.get(status)
+        if counter is None:
+            reason = {429: "rate_limit", 503: "overloaded"}.get(status, "invalid")
+            counter = self._rejected_counters[status] = self._rejected.labels(reason)
+        counter.inc()
 
     def text_process_lost(self, reason: str) -> None:
         """Count one: 'time', 'unwanted' or 'died'."""
