@@ -86,7 +86,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     model = write_tokenizer(folder / "model")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "h11":
-            patch.setattr("gateway.process._http_protocol", lambda stall_seconds: "h11")
+            patch.setattr("gateway.process._http_protocol", lambda *_: "h11")
         scheduler, gateway = start_pair(model, folder / "run", Tokenizer.load(model).vocab_size, api_key=(KEY,))
     assert gateway.server.config.http_protocol_class.__module__.endswith(
         {"h11": "h11_impl"}.get(request.param, "connection")

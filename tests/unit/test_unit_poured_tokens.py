@@ -283,7 +283,7 @@ sys.modules["httptools"] = None
 import gateway.process
 from gateway.body_writer import BodyWriter
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
-assert gateway.process._http_protocol(1.0) == "h11"
+assert gateway.process._http_protocol(1.0, None) == "h11"
 assert BodyWriter.of(RequestResponseCycle.receive.__get__(object())) is None
 """
     subprocess.run([sys.executable, "-c", words], check=True, timeout=120)
