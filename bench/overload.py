@@ -108,6 +108,7 @@ def overload(bench: Bench, seconds: float, factor: float) -> dict[str, Any]:
         "failed_requests": len(seen.failures) + len(failures_before) + len(failures_after),
         "failures": sorted({*seen.failures, *failures_before, *failures_after})[:5],
         **{f"rss_mib_over_time {name}": values for name, values in memory.items()},
+        **{f"rss_mib_grown {name}": values[-1] - values[0] for name, values in memory.items()},
         **{f"cores {name}": value for name, value in cores.items()},
         **{f"cores before {name}": value for name, value in cores_before.items()},
     }

@@ -91,11 +91,11 @@ def run_job(job: Job) -> list[Seen]:
 
 
 async def _run(job: Job) -> list[Seen]:
-    began = time.perf_counter()
     draw = random.Random(job.seed)
     seen = [Seen() for _ in job.tenants]
     pools = [Pool(job.base_url, tenant.api_key) for tenant in job.tenants]
     bodies = Bodies(job.model, job.vocab_size, draw)
+    began = time.perf_counter()  # from here on there is load: to draw the prompts takes a moment
     tasks = []
     for tenant, pool, mine in zip(job.tenants, pools, seen, strict=True):
         client = _Client(tenant, pool, bodies, mine, random.Random(draw.random()), began)
