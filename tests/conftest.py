@@ -77,8 +77,9 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
 
     yield start
     for running in servers:
-        if running.process.poll() is None:
-            running.stop()
+        with running:  # one that ended by itself is cleaned up too
+            if running.process.poll() is None:
+                running.stop()
 
 
 @pytest.fixture(scope="session", autouse=True)

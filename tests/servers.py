@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -50,6 +52,8 @@ class RunningServer:
         self._is_child = bool(prefix)
         self._lines: list[str] = []
         self._is_ready = threading.Event()
+        self._temporary = Path(tempfile.mkdtemp(prefix="n"))  # short: Ray's sockets lie below it
+        temporary = {} if prefix else {"TMPDIR": str(self._temporary)}  # somewhere else it does not exist
         with open(log, "w", encoding="utf-8") as errors:
             self.process = subprocess.Popen(
                 command,
@@ -57,7 +61,7 @@ class RunningServer:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=environ,
+                env={**(os.environ if environ is None else environ), **temporary},
                 process_group=0 if leads_group else None,
             )
         self._reader = threading.Thread(target=self._read, name="server-output")
@@ -145,6 +149,7 @@ class RunningServer:
         """Whoever does not stop it has it killed."""
         if self.process.poll() is None:
             self.kill()
+        self._remove_temporary()
 
     # -- its end ------------------------------------------------------------------------------------------------
 
@@ -155,6 +160,9 @@ class RunningServer:
         status = self.wait()
         assert status == 0, f"exit status {status}; standard error:\n{self.errors}"
         assert_gone(tree)
+        left = sorted(path.name for path in self._temporary.iterdir())
+        self._remove_temporary()
+        assert not left, f"left in the temporary directory: {left}"
 
     def wait(self) -> int:
         """The exit status, once it has ended by itself."""
@@ -169,6 +177,10 @@ class RunningServer:
             tree[0].kill()
         self.wait()
         assert_gone(tree)
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _wait_ready(self) -> None:
         if not self._is_ready.wait(START_PATIENCE) or not self.base_url:

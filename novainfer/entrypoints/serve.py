@@ -10,6 +10,8 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,8 @@ from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
 from novainfer.transport.addresses import RunDir, check_space, write_private
 from novainfer.transport.cluster import cluster_links
+
+YOUNG = 60.0  # seconds; between the making of a run directory and its lock lie microseconds
 
 
 def serve_command(arguments: argparse.Namespace) -> int:
@@ -96,6 +100,8 @@ def run_directory(config: ServeConfig) -> Iterator[RunDir]:
     """
     given = config.server.run_dir
     existed = given is not None and Path(given).exists()
+    if given is None:
+        remove_abandoned()
     run_dir = RunDir.create(given)
     with contextlib.ExitStack() as stack:
         if not existed:
@@ -109,6 +115,19 @@ def run_directory(config: ServeConfig) -> Iterator[RunDir]:
         write_private(run_dir.config_file, config.to_json())
         stack.enter_context(cluster_links(run_dir, config.parallel.cluster_host))
         yield run_dir
+
+
+def remove_abandoned() -> None:
+    """Remove the temporary run directories whose server was killed: nobody holds their lock any more.
+
+    One that is younger than a minute stays: its server may be about to take the lock.
+    """
+    for directory in Path(tempfile.gettempdir()).glob(f"{RunDir.PREFIX}*"):
+        with contextlib.suppress(OSError), open(directory / "lock", "r+") as lock:  # no lock: not a server's
+            status = os.fstat(lock.fileno())
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > YOUNG:
+                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _take_lock(descriptor: int, run_dir: RunDir) -> None:

@@ -10,6 +10,7 @@ import stat
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from novainfer.errors import ConfigError
@@ -71,13 +72,15 @@ class RunDir:
     CURVE keys here.
     """
 
+    PREFIX: ClassVar[str] = "novainfer-"  # of the names of temporary ones
+
     path: Path
 
     @classmethod
     def create(cls, path: str | None) -> RunDir:
         """Make (or check) the directory with mode 0700; raises `ConfigError` if others could enter it."""
         if path is None:
-            return cls(Path(tempfile.mkdtemp(prefix="novainfer-")))
+            return cls(Path(tempfile.mkdtemp(prefix=cls.PREFIX)))
         directory = Path(path)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -288,6 +290,25 @@ def test_a_run_directory_that_was_there_when_the_server_ends_then_only_our_files
         (folder / "scheduler-0.workers").write_text("")
         (folder / "ray" / "session").mkdir(parents=True)
     assert [path.name for path in folder.iterdir()] == ["mine"]
+
+
+def test_directories_of_killed_servers_when_another_one_starts_then_they_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = ("novainfer-killed", "novainfer-runs", "novainfer-begins", "novainfer-no-server", "other")
+    for name in names:
+        (tmp_path / name / "ray").mkdir(parents=True)
+        if name != "novainfer-no-server":
+            (tmp_path / name / "lock").touch()
+            if name != "novainfer-begins":
+                os.utime(tmp_path / name / "lock", (0, 0))
+    with open(tmp_path / "novainfer-runs" / "lock") as lock:
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
+        with run_directory(ServeConfig()) as run_dir:
+            left = sorted(path.name for path in tmp_path.iterdir())
+            assert left == sorted([run_dir.path.name, *names[1:]])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
 
 
 def test_a_port_that_is_taken_when_a_server_wants_it_then_it_is_refused_before_anything_starts() -> None:
