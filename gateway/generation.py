@@ -261,8 +261,12 @@ class Generation:
     def close(self) -> None:
         """Free what is held in the engine and stop watching the client. Idempotent."""
         self._stream.close()
+        # What knows us is forgotten: a circle would stay, long prompts and all, until a garbage collection.
+        self._stream.forget_error()
+        self._failure = None
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None
         if all(output.finish_reason not in (None, FINISH_CANCELLED) for output in self.outputs):
             self._metrics.whole.observe(time.perf_counter() - self._info.started)
 

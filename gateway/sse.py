@@ -108,7 +108,7 @@ class SseResponse:
         self._is_quiet = False  # for so long that the client shall hear that we are there
         self._slices = Slices()
         self._writer: BodyWriter | None = None
-        self._watch = Watch(KEEP_ALIVE_SECONDS, stall_seconds, self._wake)
+        self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run to the end. Raises what went wrong only while nothing was sent."""
@@ -116,7 +116,7 @@ class SseResponse:
         self._writer = BodyWriter.of(receive)
         data = b""
         try:
-            async with self._watch:
+            async with self._watched():
                 while not self._generation.finished:
                     data = await self._send_some(send)
                 await self._send_last(send, data + await self._wait_for_last(send), _transport(receive))
@@ -129,8 +129,12 @@ class SseResponse:
                 log.exception("a stream failed")
                 error = EngineError("The server failed during this stream.")
             with contextlib.suppress(TimeoutError, OSError):
-                async with self._watch:
+                async with self._watched():
                     await self._send(send, event(to_api_error(error).body), more=False)
+
+    def _watched(self) -> Watch:
+        self._watch = Watch(KEEP_ALIVE_SECONDS, self._stall_seconds, self._wake)
+        return self._watch
 
     async def _send_some(self, send: Send) -> bytes:
         """Send what comes next; returns what may go with that which ends the stream."""

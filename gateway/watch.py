@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 
 class Watch:
-    """Whether its task waits, or sends, for too long; to be used in an `async with` of that task, and by it alone.
+    """Whether its task waits, or sends, for too long; to be used in one `async with` of that task, and by it alone.
 
     Set `waits_since` and `sends_since` (loop time; None: it does not) around the one and the other. After
     `wait_seconds` of a wait `on_wait` is called, again and again; sending for `send_seconds` raises TimeoutError there.
@@ -20,6 +21,7 @@ class Watch:
         self._wait_seconds = wait_seconds
         self._send_seconds = send_seconds
         self._on_wait = on_wait
+        self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> Watch:
         task = asyncio.current_task()
@@ -37,7 +39,9 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._timer.cancel()
-        if self._is_late and self._task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
+        task, self._task, self._on_wait = self._task, None, _nothing  # they may know us: no circle is left
+        was_ours = self._is_late and task is not None and task.uncancel() <= self._num_cancels
+        if was_ours and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
     def time(self) -> float:
@@ -54,9 +58,14 @@ class Watch:
         now = self._loop.time()
         if self.sends_since is not None and now >= self.sends_since + self._send_seconds:
             self._is_late = True
-            self._task.cancel()
+            if self._task is not None:
+                self._task.cancel()
             return
         if self.waits_since is not None and now >= self.waits_since + self._wait_seconds:
             self.waits_since = now
             self._on_wait()
         self._arm(now)
+
+
+def _nothing() -> None:
+    """Nobody waits any more."""

@@ -107,6 +107,10 @@ class RequestStream:
             else:
                 self._told(request_id)
 
+    def forget_error(self) -> None:
+        """After `close`, once the reader has it: its traceback knows us, and the two would wait for a collection."""
+        self._error = None
+
     def wake(self) -> None:
         """End a wait, though nothing may be there."""
         if self._waiter is not None and not self._waiter.done():

@@ -158,14 +158,23 @@ class Request:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache when it first began, in whichever engine; -1: it has not yet."""
-        leader = self.sequences[0]
-        if self.message.num_cached_tokens >= 0 or not leader.last_step:
-            return self.message.num_cached_tokens
-        return leader.num_cached_tokens
+        told = self.message.num_cached_tokens
+        if told >= 0 or not self.sequences or not self.sequences[0].last_step:
+            return told
+        return self.sequences[0].num_cached_tokens
 
     @property
     def finished(self) -> bool:
         return all(sequence.finished for sequence in self.sequences)
+
+    def close(self) -> None:
+        """Its choices have all ended: they know a copy that does not know them. Else long prompts would stay in memory
+        until a garbage collection finds the circle.
+        """
+        message = replace(self.message, num_cached_tokens=self.num_cached_tokens)
+        closed = Request(message, self.arrival, self.accepted_at, self.deadline, prompt_computed=self.prompt_computed)
+        for sequence in self.sequences:
+            sequence.request = closed
 
 
 def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bool = False) -> Request:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from novainfer.protocol.codec import MAX_MESSAGE_BYTES
 from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import WORKER_SCHEMA, RowPromptLogprobs, StepResult
 from novainfer.sampling.params import SamplingParams
-from novainfer.scheduler.request import Request
+from novainfer.scheduler.request import Request, Sequence
 from tests.engine.engine_driver import Driver, make_message
 from tests.oracle import OracleExecutor, oracle_stream
 
@@ -278,16 +279,39 @@ def test_given_a_resumed_request_that_had_ended_when_added_then_its_end_is_said_
     assert_clean(driver)
 
 
+def num_kept() -> int:
+    return sum(type(thing) in (Request, Sequence) for thing in gc.get_objects())
+
+
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collection")
 def test_given_requests_with_far_deadlines_when_they_have_ended_then_the_scheduler_does_not_keep_them() -> None:
     scheduler = Driver(OracleExecutor()).engine.scheduler
-    gc.collect()
-    before = sum(type(thing) is Request for thing in gc.get_objects())
+    before = num_kept()
     for number in range(1000):
         scheduler.add(make_message(str(number), [1, 2, 3], deadline=1e9), 0.0)
         scheduler.cancel(str(number))
-    gc.collect()
-    assert sum(type(thing) is Request for thing in gc.get_objects()) == before
+    assert num_kept() - before <= 2 * 64  # void entries of the queue
     assert len(scheduler._deadlines) < 100
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_given_no_garbage_collection_when_choices_of_a_request_have_ended_then_nothing_of_it_is_kept() -> None:
+    driver = Driver(OracleExecutor())
+    before = num_kept()
+    for number in range(10):
+        driver.add(f"a{number}", prompt_of(11), n=3)
+        driver.add(f"b{number}", prompt_of(11), n=2, max_tokens=1)
+        driver.run()
+    assert_clean(driver)
+    assert num_kept() == before
 
 
 def test_given_a_request_id_that_comes_again_when_the_deadline_of_the_first_passes_then_the_second_lives() -> None:

@@ -1,0 +1,77 @@
+"""What a request took is free as soon as it has ended: a garbage collection may be thousands of long prompts away."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from gateway.generation import Generation
+from novainfer.protocol.messages import RequestRejected
+from tests.online.conftest import Pair
+
+pytestmark = pytest.mark.stage2
+
+BODY = {"model": "alias", "prompt": "some words", "max_tokens": 8}
+
+
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def num_kept() -> int:
+    return sum(type(one) is Generation for one in gc.get_objects())
+
+
+def whole(pair: Pair) -> None:
+    assert pair.post("/v1/completions", BODY).status_code == 200
+
+
+def streamed(pair: Pair) -> None:
+    assert pair.post("/v1/completions", {**BODY, "stream": True}).text.endswith("data: [DONE]\n\n")
+
+
+def streamed_chat(pair: Pair) -> None:
+    body = {"model": "alias", "messages": [{"role": "user", "content": "words"}], "stream": True, "n": 2}
+    assert pair.post("/v1/chat/completions", body).text.endswith("data: [DONE]\n\n")
+
+
+def refused_by_the_scheduler(pair: Pair) -> None:
+    pair.scheduler.reject = lambda request: RequestRejected(request.request_id, 400, "no")
+    assert pair.post("/v1/completions", BODY).status_code == 400
+    pair.scheduler.reject = lambda request: None
+
+
+def left_by_its_client(pair: Pair) -> None:
+    pair.scheduler.tokens_before_pause = 2
+    with contextlib.suppress(httpx.ReadTimeout), pair.gateway.http() as http:
+        http.post("/v1/completions", json={**BODY, "stream": True}, timeout=0.2)
+    pair.scheduler.tokens_before_pause = None
+
+
+def over_its_time(pair: Pair) -> None:
+    pair.scheduler.tokens_before_pause = 2
+    assert pair.post("/v1/completions", BODY, **{"x-request-timeout": "0.05"}).status_code == 504
+    pair.scheduler.tokens_before_pause = None
+
+
+REQUESTS = [whole, streamed, streamed_chat, refused_by_the_scheduler, left_by_its_client, over_its_time]
+
+
+@pytest.mark.parametrize("request_one", REQUESTS)
+@pytest.mark.usefixtures("_no_collection")
+def test_given_no_garbage_collection_when_requests_have_ended_then_nothing_of_them_is_kept(
+    pair: Pair, request_one: Callable[[Pair], None]
+) -> None:
+    pair.say("one two three four")
+    for _ in range(3):
+        request_one(pair)
+    pair.wait_idle()
+    pair.scheduler.wait_for(lambda: num_kept() == 0)
