@@ -14,7 +14,9 @@ import pytest
 from bench import report, workloads
 from bench.http_stream import RequestError, Target
 from bench.overload import jain_index
+from bench.refusals import Window, figures_of
 from bench.serving import Load, Measured, meets, parse_goodput, run, send, summary
+from bench.tenants import Seen
 
 pytestmark = pytest.mark.unit
 
@@ -198,3 +200,17 @@ def test_a_result_when_written_then_it_names_commit_and_machine(
     assert {"commit", "version", "date", "machine", "duration"} <= set(written)
     assert written["machine"]["cores"] >= 1
     assert "1.50" in capsys.readouterr().out
+
+
+def test_given_windows_in_turns_when_they_are_compared_then_each_with_the_one_beside_it() -> None:
+    def window(has_refusals: bool, rate: float, load: float) -> Window:
+        return Window(has_refusals, rate, {"load": load, "idle": 0.0} | ({"late": 1.0} if has_refusals else {}))
+
+    windows = [window(False, 100.0, 0.1), window(True, 90.0, 0.2), window(True, 50.0, 0.3), window(False, 50.0, 0.1)]
+    seen = Seen(refusals=[0.001, 0.003])
+    found = figures_of(Seen(failures=["one"]), windows, [seen, Seen()])
+    assert [found[f"goodput_ratio_{kind}"] for kind in ("least", "median", "most")] == [0.9, 0.95, 1.0]
+    assert found["goodput_ratio_of_sums"] == pytest.approx(140 / 150)
+    assert (found["cores load, with refusals"], found["cores load, without"]) == (0.25, 0.1)
+    assert (found["refused"], found["failed_requests"], found["median_refusal_ms"]) == (2, 1, 2.0)
+    assert not any("idle" in name or "late" in name for name in found)
