@@ -24,7 +24,7 @@ from bench.foreign import Foreign, ForeignCpu
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.peers.base import Peer, Running, folder_of, peers_root
 from bench.peers.processes import pss_bytes
-from bench.peers.registry import OURS, chosen
+from bench.peers.registry import OURS, OURS_INT8, chosen
 
 SHAPE = "qwen3-0.6b"
 MIN_ROUNDS = 3  # fewer are a trial, and say so
@@ -109,7 +109,7 @@ def measure_limit(number: int, decoder: roofline.Decoder) -> PeerRound:
     """What the machine would allow now, as if it were a server's figures."""
     machine = roofline.measure()
     rates = {RATES[0].key: machine.bytes_per_second / 1e9, RATES[1].key: machine.flops_per_second / 1e9}
-    return PeerRound(roofline.LIMIT, number, roofline.limits(decoder, machine) | rates)
+    return PeerRound(comparison.LIMIT, number, roofline.limits(decoder, machine) | rates)
 
 
 def compare(peers: Sequence[Peer], plan: Plan, limit: Callable[[int], PeerRound]) -> list[PeerRound]:
@@ -183,8 +183,9 @@ def main() -> None:
     plan = Plan(checkpoint, vocab_size, arguments.rounds, tuple(arguments.cases))
     decoder = roofline.Decoder.of(config)
     rounds = compare(peers, plan, lambda number: measure_limit(number, decoder))
-    precisions = {peer.name: peer.precision for peer in peers} | {roofline.LIMIT: ""}
-    table = comparison.rows(figures(vocab_size), rounds, OURS, precisions)
+    precisions = {peer.name: peer.precision for peer in peers} | {comparison.LIMIT: ""}
+    table = comparison.rows(figures(vocab_size), rounds, (OURS, OURS_INT8), precisions)
+    text = f"{comparison.markdown(table, list(precisions))}\n\n{comparison.ratios_markdown(table)}"
     if arguments.output:
         result: dict[str, Any] = {
             **report.origin(),
@@ -193,13 +194,13 @@ def main() -> None:
             "peers": {peer.name: peer.version(folder_of(peer)) for peer in peers},
             "command": shlex.join(["python", "-m", "bench.compare", *sys.argv[1:]]),
             "table": comparison.as_json(table),
-            "markdown": comparison.markdown(table, list(precisions)),
+            "markdown": text,
             "rounds": [asdict(one) for one in rounds],
         }
         arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.rounds < MIN_ROUNDS:
         print(f"A trial: {arguments.rounds} rounds are not {MIN_ROUNDS}.\n")
-    print(comparison.markdown(table, list(precisions)))
+    print(text)
     if any(one.failures for one in rounds):
         raise SystemExit("some cases failed")
 

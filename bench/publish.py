@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.roofline import LIMIT
+from bench.comparison import LIMIT
 
 BEGIN, END = "<!-- comparison: begin -->", "<!-- comparison: end -->"
 PLOT = "comparison.svg"

@@ -18,7 +18,6 @@ from bench import cases
 from kernels.cpu_backend import CpuBackend
 from kernels.memory import lazy_zeros
 
-LIMIT = "limit"
 _COLD_BYTES, _PIECE_BYTES = 400_000_000, 40_000_000  # of all pieces together, more than any cache holds; of one
 _ROWS, _COLUMNS, _DEPTH = 256, 3072, 1024
 _SECONDS = 1.5

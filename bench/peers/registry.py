@@ -11,9 +11,10 @@ from bench.peers.ours import Ours
 from bench.peers.transformers_serve import TransformersServe
 from bench.peers.vllm_cpu import VllmCpu
 
-OURS = "ours"
+OURS, OURS_INT8 = "ours", "ours-int8"
 _ALL: tuple[Peer, ...] = (
-    Ours(),
+    Ours(OURS),
+    Ours(OURS_INT8, "int8", flags=("--quantization", "int8")),
     VllmCpu(),
     LlamaServer("llama-server", "bf16", "bf16"),
     LlamaServer("llama-server-q8", "int8", "q8_0"),

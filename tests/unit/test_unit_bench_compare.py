@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import cases, compare, comparison, foreign, gate, roofline, workloads
+from bench import cases, compare, comparison, foreign, gate, workloads
 from bench.comparison import PeerRound
 from bench.make_checkpoint import make_tokenizer
 from bench.peers.base import Running
-from bench.peers.registry import OURS, PEERS, chosen
+from bench.peers.registry import OURS, OURS_INT8, PEERS, chosen
 from bench.serving import Measured
 
 pytestmark = pytest.mark.unit
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.unit
 VOCABULARY = 9_200  # the smallest that has all pairs of letters
 FAST = cases.Figure("speed", "tok/s", is_higher_better=True)
 SLOW = cases.Figure("wait", "ms")
-PRECISIONS = {OURS: "bf16", "one": "bf16", "two": "bf16", "eight": "int8"}
+PRECISIONS = {OURS: "bf16", "one": "bf16", "two": "bf16", OURS_INT8: "int8", "eight": "int8", comparison.LIMIT: ""}
+OWN = (OURS, OURS_INT8)
 
 
 def measured(
@@ -108,7 +109,7 @@ def test_rows_when_peers_have_run_then_ours_is_compared_with_the_best_median(
     figure: cases.Figure, best: str, ratio: float
 ) -> None:
     rounds = rounds_of(figure, ours=[30, 31, 1], one=[10, 10, 99], two=[20, 20, 20], eight=[500, 1, 500])
-    (row,) = comparison.rows([figure], rounds, OURS, PRECISIONS)
+    (row,) = comparison.rows([figure], rounds, OWN, PRECISIONS)
     assert (row.best, row.ratio) == (best, pytest.approx(ratio))
     assert row.spreads["one"] == comparison.Spread(10, 10, 99, 3, 0.0)
     assert list(row.spreads) == [OURS, "one", "two", "eight"], "another precision is shown, not compared"
@@ -116,22 +117,35 @@ def test_rows_when_peers_have_run_then_ours_is_compared_with_the_best_median(
 
 def test_rows_when_a_figure_is_missing_then_there_is_no_ratio_or_no_row() -> None:
     only_others = rounds_of(FAST, one=[10], two=[20])
-    assert [row.ratio for row in comparison.rows([FAST, SLOW], only_others, OURS, PRECISIONS)] == [None]
+    assert [row.ratio for row in comparison.rows([FAST, SLOW], only_others, OWN, PRECISIONS)] == [None]
     only_ours = rounds_of(FAST, ours=[10], eight=[20])
-    assert [(row.best, row.ratio) for row in comparison.rows([FAST], only_ours, OURS, PRECISIONS)] == [("", None)]
+    assert [(row.best, row.ratio) for row in comparison.rows([FAST], only_ours, OWN, PRECISIONS)] == [("", None)]
     zero = rounds_of(SLOW, ours=[0.0], one=[5.0])
-    assert [row.ratio for row in comparison.rows([SLOW], zero, OURS, PRECISIONS)] == [None]
+    assert [row.ratio for row in comparison.rows([SLOW], zero, OWN, PRECISIONS)] == [None]
+
+
+def test_rows_when_there_are_two_of_ours_then_each_is_compared_with_its_own_kind_and_the_first_with_the_limit() -> None:
+    rounds = rounds_of(
+        SLOW, **{OURS: [30.0], "one": [45.0], OURS_INT8: [10.0], "eight": [25.0], comparison.LIMIT: [27.0]}
+    )
+    (row,) = table = comparison.rows([SLOW], rounds, OWN, PRECISIONS)
+    assert row.ratios == {"ours/one": 1.5, "ours-int8/eight": 2.5}
+    assert row.of_limit == pytest.approx(0.9)
+    assert comparison.markdown(table, [OURS]).splitlines()[2].endswith("| one | 1.50x | 90% |")
+    lines = comparison.ratios_markdown(table).splitlines()
+    assert lines[0] == "| case | ours to one | ours-int8 to eight |"
+    assert lines[2] == "| wait | 1.50x | 2.50x |"
 
 
 def test_the_table_when_printed_then_spread_best_peer_ratio_and_foreign_use_are_in_it() -> None:
     rounds = rounds_of(FAST, ours=[30, 31, 32], one=[1000, 1500, 2000])
     rounds[3].foreign_cores[FAST.key] = 0.2
-    table = comparison.rows([FAST], rounds, OURS, PRECISIONS)
+    table = comparison.rows([FAST], rounds, OWN, PRECISIONS)
     lines = comparison.markdown(table, [OURS, "one", "two"]).splitlines()
-    assert lines[0] == "| case | ours | one | two | best peer | ours to it |"
-    assert lines[2] == "| speed, tok/s | 31.0 (30.0-32.0) | 1,500 (1,000-2,000) * | - | one | 0.02x |"
+    assert lines[0] == "| case | ours | one | two | best peer | ours to it | ours to the limit |"
+    assert lines[2] == "| speed, tok/s | 31.0 (30.0-32.0) | 1,500 (1,000-2,000) * | - | one | 0.02x | - |"
     assert "0.1 cores" in lines[-1]
-    assert "*" not in comparison.markdown(comparison.rows([FAST], rounds[:3], OURS, PRECISIONS), [OURS])
+    assert "*" not in comparison.markdown(comparison.rows([FAST], rounds[:3], OWN, PRECISIONS), [OURS])
     written = json.loads(json.dumps(comparison.as_json(table)))
     assert written[0]["peers"]["one"] == {"median": 1500, "min": 1000, "max": 2000, "rounds": 3}
     assert (written[0]["figure"], written[0]["best_peer"]) == ("speed_tok_per_s", "one")
@@ -183,7 +197,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_when_run_then_every_peer_is_in_each_and_another_one_begins(capsys: pytest.CaptureFixture[str]) -> None:
     order: list[str] = []
     peers = [FakePeer(name, started=order) for name in ("a", "b", "c")]
-    limits = [PeerRound(roofline.LIMIT, number) for number in range(3)]
+    limits = [PeerRound(comparison.LIMIT, number) for number in range(3)]
     found = compare.compare(peers, PLAN, limits.__getitem__)
     results = found[::2]
     assert order == list("abcbcacab")
