@@ -1,8 +1,8 @@
 """What the machine itself would allow: how fast its threads read and multiply, and what a step then takes at least.
 
 The rates are of the fastest call of a few milliseconds, measured beside every server's turn, because a shared machine
-is not always as fast. A step's least time is the larger of what reading and what multiplying takes, as if both went on
-at once, and nothing else took any.
+is not always as fast. The least time of a step's layers is the larger of what reading and what multiplying takes, as if
+both went on at once, and nothing else took any; the same for the vocabulary projection, which comes after them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,13 @@ class Decoder:
 
     def step_seconds(self, machine: Machine, rows: Sequence[tuple[int, int]]) -> float:
         """rows: for each sequence its tokens to compute and those it has before; one is sampled of each."""
-        read = self.layer_weights + self.head_weights + self.kv_numbers * sum(before + new for new, before in rows)
         scores = sum(new * before + new * (new + 1) // 2 for new, before in rows)
-        products = self.layer_weights * sum(new for new, _ in rows) + self.head_weights * len(rows)
-        products += 2 * self.attention_numbers * scores
+        read = self.layer_weights + self.kv_numbers * sum(before + new for new, before in rows)
+        products = self.layer_weights * sum(new for new, _ in rows) + 2 * self.attention_numbers * scores
+        layers = self._part_seconds(machine, read, products)
+        return layers + self._part_seconds(machine, self.head_weights, self.head_weights * len(rows))
+
+    def _part_seconds(self, machine: Machine, read: int, products: int) -> float:
         return max(self.num_bytes * read / machine.bytes_per_second, 2 * products / machine.flops_per_second)
 
 
