@@ -7,15 +7,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from gateway.body_writer import BodyWriter
 from gateway.generation import Generation, PromptState
 from gateway.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from gateway.plain_choice import PlainChoice
 from gateway.receipts import Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.slices import Slices, Written, to_json, write_object
 from gateway.sse import DONE, event, json_bytes, json_string
 from gateway.stream_record import StreamRecord
+from gateway.watch import Watch
 from novainfer import __version__
-from novainfer.client.output import ChoiceDelta
+from novainfer.client.output import ChoiceDelta, ChoiceOutput
 
 _ascii = json.JSONEncoder(separators=(",", ":")).encode  # on one line for every reader
 FINGERPRINT = f"novainfer-{__version__}"
@@ -62,29 +65,19 @@ class _Chunks:
         self._places = list(generation.told)  # see `stream_record`
         head = to_json(self._envelope.wrap([]))
         self._head = "data: " + head.removesuffix("]}") + '{"index":'
-        self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: around the text of a token
 
     @property
     def ends_at_once(self) -> bool:
         """What follows the last delta takes no time: it has no receipts."""
         return self._receipts is None
 
-    @property
-    def is_plain(self) -> bool:
-        """Nothing is told of a token but its text."""
+    def plain(self, output: ChoiceOutput, writer: BodyWriter, watch: Watch) -> PlainChoice | None:
+        """The short way for the tokens of a choice that has begun; None if more is told of them than their text."""
         record = self._record
-        return not (record.event_ids or record.continuous_usage or record.token_ids or record.logprobs)
-
-    def text(self, choice: int, text: str) -> bytes:
-        """The event of one token of a choice that has begun; nothing without text."""
-        self._places[choice] += 1
-        if not text:
-            return b""
-        around = self._plain.get(choice)
-        if around is None:
-            head, tail = self._chunk(choice, self._fields_of("\0", "null")).encode().split(b"\0")
-            around = self._plain[choice] = head, tail
-        return b"%b%b%b" % (around[0], json_bytes(text), around[1])
+        if record.event_ids or record.continuous_usage or record.token_ids or record.logprobs:
+            return None
+        head, tail = self._chunk(output.choice, self._fields_of("\0", "null")).encode().split(b"\0")
+        return PlainChoice(output, (head, tail), json_bytes, writer, watch, self._places)
 
     def _fields_of(self, text: str, logprobs: str) -> str:
         return self._TEXT % (text, logprobs)

@@ -36,3 +36,8 @@ class BodyWriter:
     def write(self, data: bytes) -> None:
         """A part of the body, not empty."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def write_between(self, head: bytes, data: bytes, tail: bytes) -> None:
+        """The three as one part."""
+        size = len(head) + len(data) + len(tail)
+        self._cycle.transport.write(b"%x\r\n%b%b%b\r\n" % (size, head, data, tail))

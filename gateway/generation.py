@@ -16,6 +16,7 @@ from starlette.types import Receive
 from gateway.body import ClientGone
 from gateway.context import RequestInfo
 from gateway.metrics import GatewayMetrics
+from gateway.plain_choice import PlainChoice
 from gateway.slices import Slices
 from novainfer.client.output import (
     ChoiceDelta,
@@ -59,15 +60,11 @@ class Sink(Protocol):
     def is_open(self) -> bool:
         """Whether it would take one now."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether `write_text` may be used."""
-
     def write(self, delta: ChoiceDelta) -> None:
         """Take a delta without log-probabilities or the engine's finish reason."""
 
-    def write_text(self, choice: int, text: str) -> None:
-        """Take the text of one token, of a choice that has begun."""
+    def plain(self, output: ChoiceOutput) -> PlainChoice | None:
+        """The short way for all further tokens of a choice that has begun, if there is one."""
 
 
 class Generation:
@@ -108,7 +105,7 @@ class Generation:
         ]
         self.told = [place for prompt in prompts for place in prompt.told or [0] * self._n]
         self._last_token_at = [0.0] * len(self.outputs)
-        self._plain: set[int] = set()  # choices of which nothing but text is told until their end
+        self._plain: dict[tuple[str, int], PlainChoice] = {}  # by request id and its choice: until the end
         self._watcher: asyncio.Task[None] | None = None
 
     def watch(self, receive: Receive) -> None:
@@ -137,28 +134,30 @@ class Generation:
     def _pour(self, request_id: str, choice: int, index: int, token_id: int) -> bool:
         """Whether the sink has taken this token."""
         sink = self._sink
-        if sink is None or not sink.is_open or self.client_gone or self._failure is not None:
+        if sink is None or self.client_gone or self._failure is not None:
             return False
         try:
-            number = self._prompt_of[request_id] * self._n + choice
-            if number in self._plain:
-                text = self.outputs[number].push_token(token_id)
-                self._measure(number, 1)
-                sink.write_text(number, text)
-            else:
-                self._pour_delta(sink, number, TokenOutput(request_id, choice, index, [token_id]))
+            plain = self._plain.get((request_id, choice))
+            if plain is not None:
+                return plain.push(token_id, self._last_token_at, self._metrics.between_tokens)
+            if not sink.is_open:
+                return False
+            self._pour_delta(sink, TokenOutput(request_id, choice, index, [token_id]))
         except Exception as error:
             self._failure = error  # the one who waits raises it
             self.wake()
         return True
 
-    def _pour_delta(self, sink: Sink, number: int, item: TokenOutput) -> None:
+    def _pour_delta(self, sink: Sink, item: TokenOutput) -> None:
         """What is told of it; if all that follows is its text, the next ones are poured as that."""
         delta = self._fresh(item)
         if delta is not None:
             sink.write(delta)
-        if sink.is_plain and self.outputs[number].is_plain and self.told[number] <= item.index + 1:
-            self._plain.add(number)
+        output = self.outputs[self._prompt_of[item.request_id] * self._n + item.choice]
+        if output.is_plain and self.told[output.choice] <= item.index + 1:
+            plain = sink.plain(output)
+            if plain is not None:
+                self._plain[item.request_id, item.choice] = plain
 
     def wake(self) -> None:
         """End a wait, though nothing may be there."""

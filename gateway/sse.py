@@ -15,9 +15,10 @@ from gateway.body import ClientGone
 from gateway.body_writer import BodyWriter
 from gateway.errors import to_api_error
 from gateway.generation import Generation
+from gateway.plain_choice import PlainChoice
 from gateway.slices import PART_BYTES, Slices, to_json
 from gateway.watch import Watch
-from novainfer.client.output import ChoiceDelta
+from novainfer.client.output import ChoiceDelta, ChoiceOutput
 from novainfer.errors import EngineError, NovaInferError
 
 log = logging.getLogger(__name__)
@@ -75,12 +76,8 @@ class Chunks(Protocol):
     def ends_at_once(self) -> bool:
         """Whether what follows the last delta takes no time."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether `text` may be used: nothing but text is told of a token."""
-
-    def text(self, choice: int, text: str) -> bytes:
-        """The event of one token of a choice that has begun; nothing without text."""
+    def plain(self, output: ChoiceOutput, writer: BodyWriter, watch: Watch) -> PlainChoice | None:
+        """The short way for the tokens of a choice that has begun; None if more is told of them than their text."""
 
 
 class SseResponse:
@@ -175,17 +172,9 @@ class SseResponse:
             self._writer.write(data)
             self._watch.waits_since = self._watch.time()
 
-    @property
-    def is_plain(self) -> bool:
+    def plain(self, output: ChoiceOutput) -> PlainChoice | None:
         """See `Sink`."""
-        return self._chunks.is_plain
-
-    def write_text(self, choice: int, text: str) -> None:
-        """See `Sink`."""
-        data = self._chunks.text(choice, text)
-        if data and self._writer is not None:
-            self._writer.write(data)
-            self._watch.waits_since = self._watch.time()
+        return None if self._writer is None else self._chunks.plain(output, self._writer, self._watch)
 
     async def _wait_for_last(self, send: Send) -> bytes:
         if self._chunks.ends_at_once:

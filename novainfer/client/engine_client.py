@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import zmq
 
 from novainfer.client.session import Answer, GatewaySession
-from novainfer.client.stream import RequestStream
+from novainfer.client.stream import Backlog, RequestStream
 from novainfer.errors import EngineError, OverloadedError, ProtocolError
 from novainfer.protocol.link import BEAT_SECONDS, Packet
 from novainfer.protocol.messages import (
@@ -62,7 +62,7 @@ class EngineClient:
         self._heartbeat: asyncio.TimerHandle | None = None
         self._ready = asyncio.Event()
         self._outgoing: list[bytes] = []  # frames of packets that go out together, see `_send`
-        self._is_behind = False  # the message that is being handled was not among the first of its turn
+        self._backlog = Backlog()  # behind: the message that is being handled was not among the first of its turn
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class EngineClient:
         scheduler is raised by the stream.
         """
         request_ids = [request.request_id for request in requests]
-        stream = RequestStream(request_ids, self.cancel, self._session.told, lambda: self._is_behind)
+        stream = RequestStream(request_ids, self.cancel, self._session.told, self._backlog)
         self._session.submit(requests, stream, time.monotonic())
         return stream
 
@@ -228,7 +228,7 @@ class EngineClient:
         for number in range(MESSAGES_PER_TURN):
             if self._socket is None:
                 return
-            self._is_behind = number >= _ORDINARY_MESSAGES
+            self._backlog.is_behind = number >= _ORDINARY_MESSAGES
             try:
                 self._session.take(Packet.of(self._socket.recv_multipart(zmq.NOBLOCK)), time.monotonic())
             except zmq.Again:

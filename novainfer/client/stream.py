@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from novainfer.errors import EngineError
 from novainfer.protocol.merge import merge_outputs, merge_prompt_logprobs
 from novainfer.protocol.messages import FINISH_ERROR, PromptLogprobs, TokenOutput
 
 StreamItem = TokenOutput | PromptLogprobs
+
+
+@dataclass(slots=True)
+class Backlog:
+    """Of what comes from the engine. is_behind: more has piled up than the output that is being handled."""
+
+    is_behind: bool = False
 
 
 class RequestStream:
@@ -27,14 +35,14 @@ class RequestStream:
         request_ids: Iterable[str],
         cancel: Callable[[str, int, bool], None],
         told: Callable[[str], None] = lambda request_id: None,
-        is_behind: Callable[[], bool] = lambda: False,
+        backlog: Backlog | None = None,
     ) -> None:
-        """`cancel`, `told`: see `GatewaySession`. `is_behind`: more has piled up than this one output."""
+        """`cancel`, `told`: see `GatewaySession`."""
         self._request_ids = list(request_ids)
         self._live = set(self._request_ids)
         self._cancel = cancel
         self._told = told
-        self._is_behind = is_behind
+        self._backlog = Backlog() if backlog is None else backlog
         self._order: deque[tuple[str, int]] = deque()  # keys of _pending, oldest first
         self._pending: dict[tuple[str, int], list[StreamItem]] = {}
         self._error: Exception | None = None
@@ -74,7 +82,7 @@ class RequestStream:
         has piled up, tokens are merged instead.
         """
         direct = self.direct
-        if direct is None or self._order or self._is_behind() or not direct(request_id, choice, index, token_id):
+        if direct is None or self._order or self._backlog.is_behind or not direct(request_id, choice, index, token_id):
             self.push(TokenOutput(request_id, choice, index, [token_id]))
 
     def push(self, item: StreamItem) -> None:

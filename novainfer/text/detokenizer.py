@@ -24,7 +24,8 @@ class Detokenizer:
         self._pieces = tokenizer.pieces
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_cut = False  # it holds a part of a character
+        self._whole_text = tokenizer.whole_text
+        self._depends = not self._pieces.byte_level  # what a token adds depends on those before it
         self._byte_run = bytearray()
         self._first = not after_prompt
         self._strip_left = 0 if after_prompt else self._pieces.strip[1]
@@ -41,6 +42,9 @@ class Detokenizer:
         """The text that this token finishes."""
         if token_id in self._skipped:
             return ""
+        text = None if self._depends else self._whole_text(token_id)
+        if text is not None:
+            return text
         if self._pieces.byte_level:
             return self._feed_bytes(token_id)
         token = self._tokenizer.token(token_id)
@@ -54,10 +58,8 @@ class Detokenizer:
         return self._end_byte_run() + self._cut(self._spell(token))
 
     def _feed_bytes(self, token_id: int) -> str:
-        text = None if self._is_cut else self._tokenizer.whole_text(token_id)
-        if text is None:
-            text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
-            self._is_cut = bool(self._utf8.getstate()[0])
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._depends = bool(self._utf8.getstate()[0])  # a part of a character is left
         return text
 
     def _spell(self, token: str) -> str:

@@ -7,7 +7,7 @@ Immutable after loading and safe to use from several threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -106,9 +106,10 @@ class Tokenizer:
         """The bytes that one token stands for by itself; may be part of a character."""
         return self._token_bytes(token_id)
 
-    def whole_text(self, token_id: int) -> str | None:
-        """The text of these bytes; None if they are not whole characters."""
-        return self._whole_text(token_id)
+    @property
+    def whole_text(self) -> Callable[[int], str | None]:
+        """From a token to the text of its bytes; None if they are not whole characters."""
+        return self._whole_text
 
     def _spell_whole(self, token_id: int) -> str | None:
         try:

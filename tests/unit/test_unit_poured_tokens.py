@@ -28,7 +28,7 @@ from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.sse import SseResponse
 from gateway.stream_record import StreamRecord
 from novainfer.client.output import ChoiceDelta
-from novainfer.client.stream import RequestStream
+from novainfer.client.stream import Backlog, RequestStream
 from novainfer.protocol.messages import EngineInfo, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
@@ -90,8 +90,8 @@ class Server:
     """One stream from an engine that the test plays to a pipe."""
 
     def __init__(self, tokenizer: Tokenizer, request: CompletionRequest | ChatRequest = REQUEST, **params: Any) -> None:
-        self.is_behind = False
-        self.stream = RequestStream(["r"], lambda *_: self.cancels.append("r"), is_behind=lambda: self.is_behind)
+        self.backlog = Backlog()
+        self.stream = RequestStream(["r"], lambda *_: self.cancels.append("r"), backlog=self.backlog)
         self.cancels: list[str] = []
         self.pipe = Pipe()
         self.cycle = cycle_on(self.pipe)
@@ -178,7 +178,7 @@ def test_given_any_pace_and_a_client_that_is_slow_at_times_when_streamed_then_al
             else:
                 server.stream.push_token("r", 0, place, part[0])
             place += count
-            server.is_behind = rng.random() < 0.1
+            server.backlog.is_behind = rng.random() < 0.1
             if rng.random() < 0.2:
                 server.cycle.flow.pause_writing()
             if rng.random() < 0.7:
@@ -259,11 +259,11 @@ def test_given_a_backlog_when_tokens_come_then_they_are_merged_and_the_next_ones
         server.stream.push_token("r", 0, 0, 5)
         await settle()
         server.stream.push_token("r", 0, 1, 6)
-        server.is_behind = True
+        server.backlog.is_behind = True
         for index in range(2, 9):
             server.stream.push_token("r", 0, index, index + 5)
         await settle()
-        server.is_behind = False
+        server.backlog.is_behind = False
         server.stream.push_token("r", 0, 9, 14)
         server.stream.push(TokenOutput("r", 0, 10, [15], "length"))
         server.stream.end("r")
