@@ -57,6 +57,9 @@ class Wire(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def pause_reading(self) -> None:
         raise AssertionError("nothing here is that long")
 
@@ -232,6 +235,54 @@ def test_given_a_refusal_when_it_is_sent_then_neither_its_body_nor_a_timer_but_t
         talk.read(post("/free"))
         assert talk.protocol.timeout_keep_alive_task is None
         await talk.answer()
+
+    in_loop(body)
+
+
+def chunked(path: str, *parts: bytes) -> bytes:
+    head = b"POST %b HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode()
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
+
+
+def test_given_bodies_in_chunks_when_there_is_no_room_for_one_then_it_is_refused_and_the_other_answered() -> None:
+    async def body() -> None:
+        talk = Talk()
+        assert talk.read(chunked("/full", b"12", b"345")) == ANSWER
+        sent = chunked("/full", b"123")
+        assert talk.read(sent[:-9]) == b""
+        assert talk.read(sent[-9:]) == ANSWER
+        assert talk.read(chunked("/free", b"{", b"1}")) == b""
+        await talk.answer()
+        assert talk.door.asked == [5, 3, 3]
+        assert talk.got == [("/free", b"{1}")]
+
+    in_loop(body)
+
+
+def test_given_a_client_that_does_not_read_when_there_is_no_room_then_no_answer_is_piled_up_without_a_task() -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.protocol.pause_writing()
+        assert talk.read(post("/full")) == b""
+        assert not talk.door.asked
+        talk.protocol.resume_writing()
+        assert (await talk.answer()).endswith(b"ok")
+        assert talk.read(post("/full")) == ANSWER
+        talk.protocol.connection_lost(None)
+
+    in_loop(body)
+
+
+def test_given_a_server_that_is_stopped_when_a_request_is_held_then_it_is_answered_and_its_connection_closed() -> None:
+    async def body() -> None:
+        talk = Talk()
+        assert talk.read(post("/full")[:-1]) == b""
+        talk.protocol.shutdown()
+        assert not talk.wire.is_closed
+        assert talk.read(post("/full")[-1:]) == b""  # who is refused at the door keeps the connection
+        assert b"connection: close" in await talk.answer()
+        await asyncio.sleep(0)
+        assert talk.wire.is_closed
 
     in_loop(body)
 
