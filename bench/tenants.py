@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import time
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -118,15 +119,18 @@ class Bodies:
 
     def __init__(self, model: str, vocab_size: int, draw: random.Random) -> None:
         self._model = json.dumps(model)
-        # Each place in it begins another prompt: to draw each of its tokens would cost as much as to send it.
+        # Each token in it begins another prompt, which is cut out of the text: to draw or join tokens one by one would
+        # cost as much as to send them.
         tokens = [str(draw.randrange(vocab_size)) for _ in range(_NUM_TOKENS)]
-        self._tokens = tokens + tokens[:_MOST_INPUT]
+        tokens += tokens[:_MOST_INPUT]
+        self._text = ",".join(tokens)
+        self._places = array("L", itertools.accumulate((len(token) + 1 for token in tokens), initial=0))
         self._starts = itertools.cycle(draw.sample(range(_NUM_TOKENS), _NUM_TOKENS))
 
     def body(self, num_input: int, num_output: int) -> bytes:
         """A greedy, streamed completion of so many tokens."""
         start = next(self._starts)
-        prompt = ",".join(self._tokens[start : start + num_input])
+        prompt = self._text[self._places[start] : self._places[start + num_input] - 1]
         return (
             f'{{"model":{self._model},"prompt":[{prompt}],"max_tokens":{num_output},"temperature":0,'
             '"ignore_eos":true,"stream":true,"return_token_ids":true}'
