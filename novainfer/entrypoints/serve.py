@@ -23,7 +23,7 @@ from novainfer.config import ServeConfig, check
 from novainfer.entrypoints.keys import seal_keys
 from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
-from novainfer.transport.addresses import RunDir, check_space, write_private
+from novainfer.transport.addresses import RunDir, check_space, is_private, write_private
 from novainfer.transport.cluster import cluster_links
 
 YOUNG = 60.0  # seconds; between the making of a run directory and its lock lie microseconds
@@ -123,11 +123,13 @@ def remove_abandoned() -> None:
     One that is younger than a minute stays: its server may be about to take the lock.
     """
     for directory in Path(tempfile.gettempdir()).glob(f"{RunDir.PREFIX}*"):
-        with contextlib.suppress(OSError), open(directory / "lock", "r+") as lock:  # no lock: not a server's
-            status = os.fstat(lock.fileno())
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime > YOUNG:
-                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if not is_private(directory.lstat()):
+                continue
+            with open(directory / "lock", "r+") as lock:  # no lock: not a server's
+                if time.time() - os.fstat(lock.fileno()).st_mtime > YOUNG:
+                    fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _take_lock(descriptor: int, run_dir: RunDir) -> None:

@@ -86,8 +86,7 @@ class RunDir:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{directory} cannot be made: {error.strerror}") from None
-        status = directory.stat()
-        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        if not is_private(directory.stat()):
             raise ConfigError(f"{directory} must belong to this user and have mode 0700")
         return cls(directory)
 
@@ -130,6 +129,12 @@ class RunDir:
 
     def _published(self, file: Path) -> Endpoint | None:
         return Endpoint.from_json(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Whether it is a directory of this user that nobody else may enter."""
+    mode = status.st_mode
+    return stat.S_ISDIR(mode) and status.st_uid == os.getuid() and not stat.S_IMODE(mode) & 0o077
 
 
 def check_space(folder: Path) -> None:

@@ -296,13 +296,16 @@ def test_directories_of_killed_servers_when_another_one_starts_then_they_are_rem
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    names = ("novainfer-killed", "novainfer-runs", "novainfer-begins", "novainfer-no-server", "other")
+    names = ("novainfer-killed", "novainfer-runs", "novainfer-begins", "novainfer-no-server", "novainfer-open", "other")
     for name in names:
-        (tmp_path / name / "ray").mkdir(parents=True)
+        (tmp_path / name).mkdir(mode=0o755 if name == "novainfer-open" else 0o700)
+        (tmp_path / name / "ray").mkdir()
         if name != "novainfer-no-server":
             (tmp_path / name / "lock").touch()
             if name != "novainfer-begins":
                 os.utime(tmp_path / name / "lock", (0, 0))
+    (tmp_path / "novainfer-link").symlink_to(tmp_path / "other")
+    names += ("novainfer-link",)
     with open(tmp_path / "novainfer-runs" / "lock") as lock:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         with run_directory(ServeConfig()) as run_dir:
