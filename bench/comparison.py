@@ -119,6 +119,8 @@ def markdown(table: Sequence[Row], peers: Sequence[str]) -> str:
 def ratios_markdown(table: Sequence[Row]) -> str:
     """How each of our servers stands to each peer of its precision, a line for each figure."""
     pairs = list(dict.fromkeys(pair for row in table for pair in row.ratios))
+    if not pairs:
+        return ""
     lines = [
         "| case | " + " | ".join(pair.replace("/", " to ") for pair in pairs) + " |",
         "|---" * (len(pairs) + 1) + "|",

@@ -54,6 +54,8 @@ def run(url: str, model: str, pairs: int, rate: float) -> tuple[Seen, list[Windo
             windows.append(_watch(url, has_refusals))
             if sent is not None:
                 refused += sent.result()
+        if load.done():
+            raise SystemExit("the load ended before the last window did")
         (seen,) = load.result()
     return seen, windows, refused
 
@@ -86,6 +88,7 @@ def figures_of(seen: Seen, windows: Sequence[Window], refused: Sequence[Seen]) -
         "goodput_ratio_of_sums": sum(a for a, _ in pairs) / sum(b for _, b in pairs),
         "output_throughput_without": statistics.median(b for _, b in pairs),
         "refused": sum(len(one.refusals) for one in refused),
+        "let_in": sum(one.sent - len(one.refusals) for one in refused),  # where one of the clients had just ended
         "failed_requests": len(seen.failures) + sum(len(one.failures) for one in refused),
         **report.spread("refusal", [1000 * t for one in refused for t in one.refusals]),
     }

@@ -77,7 +77,7 @@ class _Chunks:
         if record.event_ids or record.continuous_usage or record.token_ids or record.logprobs:
             return None
         head, tail = self._chunk(output.choice, self._fields_of("\0", "null")).encode().split(b"\0")
-        return PlainChoice(output, (head, tail), json_bytes, writer, watch, self._places)
+        return PlainChoice(output, (head, tail), json_bytes, writer, watch)
 
     def _fields_of(self, text: str, logprobs: str) -> str:
         return self._TEXT % (text, logprobs)

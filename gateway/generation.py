@@ -154,7 +154,7 @@ class Generation:
         if delta is not None:
             sink.write(delta)
         output = self.outputs[self._prompt_of[item.request_id] * self._n + item.choice]
-        if output.is_plain and self.told[output.choice] <= item.index + 1:
+        if output.is_plain:
             plain = sink.plain(output)
             if plain is not None:
                 self._plain[item.request_id, item.choice] = plain

@@ -17,11 +17,10 @@ from novainfer.client.output import ChoiceOutput
 class PlainChoice:
     """One choice that has begun, whose text depends on its tokens alone.
 
-    around: what stands before and behind a token's text in its event. spell: a text as JSON. places: see
-    `stream_record`; this choice's is kept up to date.
+    around: what stands before and behind a token's text in its event. spell: a text as JSON.
     """
 
-    __slots__ = ("_choice", "_head", "_output", "_places", "_spell", "_tail", "_watch", "_writer")
+    __slots__ = ("_choice", "_head", "_output", "_spell", "_tail", "_watch", "_writer")
 
     def __init__(
         self,
@@ -30,7 +29,6 @@ class PlainChoice:
         spell: Callable[[str], bytes],
         writer: BodyWriter,
         watch: Watch,
-        places: list[int],
     ) -> None:
         self._output = output
         self._choice = output.choice
@@ -38,7 +36,6 @@ class PlainChoice:
         self._spell = spell
         self._writer = writer
         self._watch = watch
-        self._places = places
 
     def push(self, token_id: int, last_token_at: list[float], gaps: TokenHistogram) -> bool:
         """Take a token and say so, unless the client would not take at once what is written.
@@ -52,7 +49,6 @@ class PlainChoice:
         now = time.perf_counter()
         gaps.observe(now - last_token_at[choice])
         last_token_at[choice] = now
-        self._places[choice] += 1
         if text:
             writer.write_between(self._head, self._spell(text), self._tail)
             self._watch.waits_since = self._watch.time()

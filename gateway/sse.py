@@ -106,6 +106,7 @@ class SseResponse:
         self._slices = Slices()
         self._writer: BodyWriter | None = None
         self._stall_seconds = stall_seconds
+        self._watch: Watch  # of the block that runs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run to the end. Raises what went wrong only while nothing was sent."""

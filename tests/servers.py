@@ -52,9 +52,9 @@ class RunningServer:
         self._is_child = bool(prefix)
         self._lines: list[str] = []
         self._is_ready = threading.Event()
-        self._temporary = Path(tempfile.mkdtemp(prefix="n"))  # short: Ray's sockets lie below it
-        temporary = {} if prefix else {"TMPDIR": str(self._temporary)}  # somewhere else it does not exist
         with open(log, "w", encoding="utf-8") as errors:
+            self._temporary = Path(tempfile.mkdtemp(prefix="n"))  # short: Ray's sockets lie below it
+            temporary = {} if prefix else {"TMPDIR": str(self._temporary)}  # somewhere else it does not exist
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -157,12 +157,14 @@ class RunningServer:
         """End it in an orderly way."""
         tree = self.tree()
         os.kill(self.pid, number)
-        status = self.wait()
-        assert status == 0, f"exit status {status}; standard error:\n{self.errors}"
-        assert_gone(tree)
-        left = sorted(path.name for path in self._temporary.iterdir())
-        self._remove_temporary()
-        assert not left, f"left in the temporary directory: {left}"
+        try:
+            status = self.wait()
+            assert status == 0, f"exit status {status}; standard error:\n{self.errors}"
+            assert_gone(tree)
+            left = sorted(path.name for path in self._temporary.iterdir())
+            assert not left, f"left in the temporary directory: {left}"
+        finally:
+            self._remove_temporary()
 
     def wait(self) -> int:
         """The exit status, once it has ended by itself."""

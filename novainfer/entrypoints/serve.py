@@ -9,9 +9,9 @@ import logging
 import os
 import shutil
 import socket
+import stat
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,8 @@ from novainfer.errors import ConfigError
 from novainfer.transport.addresses import RunDir, check_space, is_private, write_private
 from novainfer.transport.cluster import cluster_links
 
-YOUNG = 60.0  # seconds; between the making of a run directory and its lock lie microseconds
+LOCK = "lock"  # in a run directory; held while a server runs there
+TEMPORARY = b"temporary\n"  # written into the lock once it is held, if the directory is ours from the start
 
 
 def serve_command(arguments: argparse.Namespace) -> int:
@@ -105,11 +106,14 @@ def run_directory(config: ServeConfig) -> Iterator[RunDir]:
     run_dir = RunDir.create(given)
     with contextlib.ExitStack() as stack:
         if not existed:
-            stack.callback(shutil.rmtree, run_dir.path, ignore_errors=True)
+            stack.callback(_remove_all, run_dir.path)
         check_space(run_dir.path)
         run_dir.supervisor().check()  # a path that is too long fails here, not in a child
-        lock = stack.enter_context(open(run_dir.path / "lock", "w"))
+        lock = stack.enter_context(open(run_dir.path / LOCK, "wb"))
         _take_lock(lock.fileno(), run_dir)
+        if given is None:
+            lock.write(TEMPORARY)
+            lock.flush()
         if existed:
             stack.callback(_remove_files, run_dir)
         write_private(run_dir.config_file, config.to_json())
@@ -118,18 +122,30 @@ def run_directory(config: ServeConfig) -> Iterator[RunDir]:
 
 
 def remove_abandoned() -> None:
-    """Remove the temporary run directories whose server was killed: nobody holds their lock any more.
+    """Remove temporary run directories whose server was killed: they say what they are, and nobody holds their lock.
 
-    One that is younger than a minute stays: its server may be about to take the lock.
+    Others may write there, too: nothing but a regular file in a private directory of this user is looked at.
     """
     for directory in Path(tempfile.gettempdir()).glob(f"{RunDir.PREFIX}*"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # also: no lock, and so not a server's
             if not is_private(directory.lstat()):
                 continue
-            with open(directory / "lock", "r+") as lock:  # no lock: not a server's
-                if time.time() - os.fstat(lock.fileno()).st_mtime > YOUNG:
+            with os.fdopen(os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b") as lock:
+                if stat.S_ISREG(os.fstat(lock.fileno()).st_mode):
                     fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(directory, ignore_errors=True)
+                    if lock.read() == TEMPORARY:
+                        _remove_all(directory)
+
+
+def _remove_all(directory: Path) -> None:
+    """Whatever can be removed; the lock last, so that another server can go on if we are killed."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != LOCK:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _take_lock(descriptor: int, run_dir: RunDir) -> None:

@@ -167,9 +167,9 @@ class Request:
     def finished(self) -> bool:
         return all(sequence.finished for sequence in self.sequences)
 
-    def close(self) -> None:
-        """Its choices have all ended: they know a copy that does not know them. Else long prompts would stay in memory
-        until a garbage collection finds the circle.
+    def part_from_choices(self) -> None:
+        """Its choices have all ended: now they know a copy that does not know them, while who keeps the request still
+        finds them. Else long prompts would stay in memory until a garbage collection finds the circle.
         """
         message = replace(self.message, num_cached_tokens=self.num_cached_tokens)
         closed = Request(message, self.arrival, self.accepted_at, self.deadline, prompt_computed=self.prompt_computed)

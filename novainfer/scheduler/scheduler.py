@@ -381,4 +381,4 @@ class Scheduler:
         if request.finished:
             self.requests.pop(request.request_id, None)
             self._not_begun.pop(request.request_id, None)
-            request.close()
+            request.part_from_choices()

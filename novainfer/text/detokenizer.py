@@ -25,7 +25,7 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._whole_text = tokenizer.whole_text
-        self._depends = not self._pieces.byte_level  # what a token adds depends on those before it
+        self._needs_context = not self._pieces.byte_level  # what a token adds depends on those before it
         self._byte_run = bytearray()
         self._first = not after_prompt
         self._strip_left = 0 if after_prompt else self._pieces.strip[1]
@@ -42,7 +42,7 @@ class Detokenizer:
         """The text that this token finishes."""
         if token_id in self._skipped:
             return ""
-        text = None if self._depends else self._whole_text(token_id)
+        text = None if self._needs_context else self._whole_text(token_id)
         if text is not None:
             return text
         if self._pieces.byte_level:
@@ -59,7 +59,7 @@ class Detokenizer:
 
     def _feed_bytes(self, token_id: int) -> str:
         text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
-        self._depends = bool(self._utf8.getstate()[0])  # a part of a character is left
+        self._needs_context = bool(self._utf8.getstate()[0])  # a part of a character is left
         return text
 
     def _spell(self, token: str) -> str:

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from gateway.generation import Generation
+from gateway.generation import Generation, PromptState
+from gateway.sse import SseResponse
+from novainfer.client.output import ChoiceOutput
+from novainfer.client.stream import RequestStream
 from novainfer.protocol.messages import RequestRejected
 from tests.online.conftest import Pair
 
@@ -27,7 +30,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def num_kept() -> int:
-    return sum(type(one) is Generation for one in gc.get_objects())
+    kinds = {Generation, RequestStream, SseResponse, ChoiceOutput, PromptState}
+    return sum(type(one) in kinds for one in gc.get_objects())
 
 
 def whole(pair: Pair) -> None:

@@ -8,6 +8,7 @@ import logging
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -289,20 +290,111 @@ assert BodyWriter.of(RequestResponseCycle.receive.__get__(object())) is None
     subprocess.run([sys.executable, "-c", words], check=True, timeout=120)
 
 
-def test_given_a_fault_on_the_way_when_a_token_comes_then_the_stream_ends_with_an_error(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+PLAIN = CompletionRequest.model_validate({"prompt": "x", "stream": True})
+
+
+async def begun(tokenizer: Tokenizer, choices: int = 1) -> tuple[Server, asyncio.Task[None]]:
+    """A stream of which nothing but text is told, each choice with two tokens, so that the rest goes the short way."""
+    server = Server(tokenizer, PLAIN, n=choices)
+    task = server.start()
+    for place, token in enumerate((5, 6)):
+        for choice in range(choices):
+            server.stream.push_token("r", choice, place, token)
+        await settle()
+    assert len(server.generation._plain) == choices
+    return server, task
+
+
+async def cancelled(server: Server, task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    server.generation.close()
+
+
+def test_given_a_plain_stream_when_tokens_come_then_no_task_is_needed_and_a_slow_client_gets_them_later(
+    tokenizer: Tokenizer,
 ) -> None:
     async def main() -> None:
-        server = Server(tokenizer)
-        task = server.start()
-        server.stream.push_token("r", 0, 0, 5)
+        server, task = await begun(tokenizer)
+        sent, tokens = server.num_sent, [5, 6]
+        for place in range(2, 6):
+            tokens.append(5 + place)
+            server.stream.push_token("r", 0, place, tokens[-1])
+        after = tokenizer.decode(PROMPT)
+        assert text(server.events()) == tokenizer.decode([*PROMPT, *tokens])[len(after) :], "at once"
+        server.cycle.flow.pause_writing()
+        before = server.pipe.data
+        for place in range(6, 9):
+            tokens.append(5 + place)
+            server.stream.push_token("r", 0, place, tokens[-1])
+            await settle()
+        assert server.pipe.data == before
+        assert server.num_sent <= sent + 1, "it waits in a send"
+        server.cycle.flow.resume_writing()
         await settle()
+        assert text(server.events()) == tokenizer.decode([*PROMPT, *tokens])[len(after) :]
+        await cancelled(server, task)
 
-        def fail(writer: BodyWriter, data: bytes) -> None:
+    asyncio.run(main())
+
+
+def test_given_plain_choices_when_their_tokens_come_then_each_goes_to_its_own_and_each_gap_is_measured(
+    tokenizer: Tokenizer,
+) -> None:
+    async def main() -> None:
+        server, task = await begun(tokenizer, choices=3)
+        gaps = server.generation._metrics.between_tokens
+        before, sum_before = sum(gaps._counts), gaps._sum
+        began = server.generation._last_token_at[0]
+        for place in range(2, 12):
+            for choice in range(3):
+                server.stream.push_token("r", choice, place, 20 + 3 * place + choice)
+        took = time.perf_counter() - began
+        assert sum(gaps._counts) - before == 30
+        assert 0 < gaps._sum - sum_before < 3 * took + 1e-6, "each since the one before"
+        said: dict[int, str] = {}
+        for event in server.events():
+            for choice in event["choices"]:
+                said[choice["index"]] = said.get(choice["index"], "") + choice["text"]
+        for choice in range(3):
+            tokens = [5, 6, *(20 + 3 * place + choice for place in range(2, 12))]
+            assert said[choice] == tokenizer.decode([*PROMPT, *tokens])[len(tokenizer.decode(PROMPT)) :]
+        await cancelled(server, task)
+
+    asyncio.run(main())
+
+
+def test_given_a_plain_stream_when_its_tokens_come_then_the_client_is_not_told_that_we_are_there(
+    tokenizer: Tokenizer,
+) -> None:
+    async def main() -> None:
+        server, task = await begun(tokenizer)
+        watch = server.response._watch
+        watch.waits_since = -1e9
+        server.stream.push_token("r", 0, 2, 7)
+        assert watch.waits_since is not None
+        assert watch.waits_since >= 0.0
+        await cancelled(server, task)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", ["write", "write_between"])
+def test_given_a_fault_on_the_way_when_a_token_comes_then_the_stream_ends_with_an_error(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    async def main() -> None:
+        server = Server(tokenizer, REQUEST if way == "write" else PLAIN)
+        task = server.start()
+        for place in range(2):
+            server.stream.push_token("r", 0, place, 5 + place)
+            await settle()
+
+        def fail(writer: BodyWriter, *data: bytes) -> None:
             raise RuntimeError("a fault")
 
-        monkeypatch.setattr(BodyWriter, "write", fail)
-        server.stream.push_token("r", 0, 1, 6)  # raises nothing here: other streams are behind it
+        monkeypatch.setattr(BodyWriter, way, fail)
+        server.stream.push_token("r", 0, 2, 7)  # raises nothing here: other streams are behind it
         await asyncio.wait_for(task, 20)
         server.generation.close()
         assert "error" in server.events()[-1]
@@ -310,15 +402,19 @@ def test_given_a_fault_on_the_way_when_a_token_comes_then_the_stream_ends_with_a
     asyncio.run(main())
 
 
-def test_given_a_client_that_has_gone_when_a_token_comes_then_nothing_is_written(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("request_", [REQUEST, PLAIN])
+def test_given_a_client_that_has_gone_when_a_token_comes_then_nothing_is_written(
+    tokenizer: Tokenizer, request_: CompletionRequest
+) -> None:
     async def main() -> None:
-        server = Server(tokenizer)
+        server = Server(tokenizer, request_)
         task = server.start()
-        server.stream.push_token("r", 0, 0, 5)
-        await settle()
+        for place in range(2):
+            server.stream.push_token("r", 0, place, 5 + place)
+            await settle()
         server.generation.client_gone = True
         before = server.pipe.data
-        server.stream.push_token("r", 0, 1, 6)
+        server.stream.push_token("r", 0, 2, 7)
         await asyncio.wait_for(task, 20)
         server.generation.close()
         assert server.pipe.data == before

@@ -19,7 +19,7 @@ import pytest
 from gateway.process import bind_http
 from novainfer.config import ServeConfig, ServerConfig
 from novainfer.entrypoints.children import ChildState, ChildTable, Phase, child_environment, exit_words
-from novainfer.entrypoints.serve import held_port, run_directory
+from novainfer.entrypoints.serve import LOCK, TEMPORARY, held_port, run_directory
 from novainfer.errors import ConfigError
 from novainfer.protocol.supervision import ChildReady, ChildStarted
 from novainfer.transport import addresses
@@ -292,26 +292,59 @@ def test_a_run_directory_that_was_there_when_the_server_ends_then_only_our_files
     assert [path.name for path in folder.iterdir()] == ["mine"]
 
 
-def test_directories_of_killed_servers_when_another_one_starts_then_they_are_removed_and_no_others(
+def put_run_directory(path: Path, lock: bytes = TEMPORARY, mode: int = 0o700) -> Path:
+    path.mkdir(mode=mode)
+    (path / "ray").mkdir()
+    (path / "mine").touch()
+    (path / LOCK).write_bytes(lock)
+    return path
+
+
+def test_given_directories_that_are_no_abandoned_ones_when_a_server_starts_then_they_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    names = ("novainfer-killed", "novainfer-runs", "novainfer-begins", "novainfer-no-server", "novainfer-open", "other")
-    for name in names:
-        (tmp_path / name).mkdir(mode=0o755 if name == "novainfer-open" else 0o700)
-        (tmp_path / name / "ray").mkdir()
-        if name != "novainfer-no-server":
-            (tmp_path / name / "lock").touch()
-            if name != "novainfer-begins":
-                os.utime(tmp_path / name / "lock", (0, 0))
-    (tmp_path / "novainfer-link").symlink_to(tmp_path / "other")
-    names += ("novainfer-link",)
-    with open(tmp_path / "novainfer-runs" / "lock") as lock:
+    runs = put_run_directory(tmp_path / "novainfer-runs")
+    put_run_directory(tmp_path / "novainfer-given", b"")
+    put_run_directory(tmp_path / "novainfer-open", mode=0o755)
+    other = put_run_directory(tmp_path / "other")
+    (tmp_path / "novainfer-link").symlink_to(other)
+    (tmp_path / "novainfer-lockless").mkdir(mode=0o700)
+    led_away = put_run_directory(tmp_path / "novainfer-led-away")
+    (led_away / LOCK).unlink()
+    (led_away / LOCK).symlink_to(other / LOCK)
+    before = sorted(tmp_path.rglob("*"))
+    with open(runs / LOCK) as lock:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         with run_directory(ServeConfig()) as run_dir:
-            left = sorted(path.name for path in tmp_path.iterdir())
-            assert left == sorted([run_dir.path.name, *names[1:]])
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+            assert run_dir.path.parent == tmp_path
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_given_a_server_that_is_killed_when_the_next_one_starts_then_its_temporary_directory_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = """
+from novainfer.config import ServeConfig
+from novainfer.entrypoints.serve import run_directory
+with run_directory(ServeConfig()) as run_dir:
+    print(run_dir.path, flush=True)
+    input()
+"""
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+    ) as server:
+        assert server.stdout is not None
+        left = Path(server.stdout.readline().strip())
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with run_directory(ServeConfig()):
+            assert left.is_dir(), "it runs"
+        server.kill()
+        server.wait()
+    with run_directory(ServeConfig()):
+        assert not left.exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_port_that_is_taken_when_a_server_wants_it_then_it_is_refused_before_anything_starts() -> None:
