@@ -90,13 +90,15 @@ class RunningServer:
 
         Not Ray's, nor standbys: these come when there is time.
         """
-        found = {}
+        found, titles = {}, {}  # parents come before their children
         for process in self.tree():
             try:
-                title = " ".join(process.cmdline()).strip("\0 ")
+                title, parent = " ".join(process.cmdline()).strip("\0 "), process.ppid()
             except psutil.NoSuchProcess:  # it has just ended
                 continue
-            if title.startswith("novainfer: ") and not title.startswith("novainfer: standby"):
+            titles[process.pid] = title
+            is_new = titles.get(parent) == title  # just forked, and not yet what it is going to be
+            if title.startswith("novainfer: ") and not title.startswith("novainfer: standby") and not is_new:
                 found[title.removeprefix("novainfer: ")] = process
         return found
 

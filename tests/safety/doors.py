@@ -106,6 +106,12 @@ def pids(server: RunningServer) -> dict[str, int]:
     return {name: process.pid for name, process in server.processes().items() if not name.endswith(" text 1")}
 
 
+def gone_since(server: RunningServer, before: dict[str, int]) -> list[str]:
+    """The processes that `pids` told of, and that are not there any more, or are others now."""
+    now = pids(server)
+    return [name for name, pid in before.items() if now.get(name) != pid]
+
+
 def send_over_http(server: RunningServer, door: str, every: Sequence[Case]) -> Report:
     """Send the cases to a gateway, several at once, and compare status, shape, param and code."""
     light = [case for case in every if not case.is_heavy]

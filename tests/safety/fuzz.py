@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.safety.doors import pids
+from tests.safety.doors import gone_since, pids
 from tests.servers import RunningServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -54,11 +54,11 @@ def fuzz(folder: Path, *, cases: int, seed: int) -> tuple[int, str]:
         }
         line = command(server.base_url, folder, cases=cases, seed=seed)
         done = subprocess.run(line, cwd=folder, env=environ, capture_output=True, text=True, check=False)
-        is_dead = pids(server) != before
+        gone = gone_since(server, before)
     finally:
         server.stop()
-    text = done.stdout + done.stderr + ("\na process of the server died" if is_dead else "")
-    return done.returncode or int(is_dead), text
+    text = done.stdout + done.stderr + (f"\nprocesses of the server died: {gone}" if gone else "")
+    return done.returncode or int(bool(gone)), text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

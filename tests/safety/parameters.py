@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from novainfer.transport.addresses import RunDir
-from tests.safety.doors import Report, pids, send_over_http, send_to_scheduler, serving
+from tests.safety.doors import Report, gone_since, pids, send_over_http, send_to_scheduler, serving
 from tests.safety.table import CHAT, ENGINE, TEXT, cases
 from tests.servers import RunningServer
 
@@ -24,8 +24,7 @@ def send_table(server: RunningServer, run_dir: RunDir, *, one_in: int = 1) -> di
     for door in (CHAT, TEXT, ENGINE):
         chosen = cases(door)[::one_in]
         reports[door] = send_to_scheduler(run_dir, chosen) if door == ENGINE else send_over_http(server, door, chosen)
-        now = pids(server)
-        reports[door].deaths = sum(now.get(name) != pid for name, pid in before.items())
+        reports[door].deaths = len(gone_since(server, before))
     server.wait_until_nothing_is_held()
     return reports
 
