@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,6 +81,15 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
         with running:  # one that ended by itself is cleaned up too
             if running.process.poll() is None:
                 running.stop()
+
+
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    """Only what nobody refers to is freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -281,14 +280,6 @@ def test_given_a_resumed_request_that_had_ended_when_added_then_its_end_is_said_
 
 def num_kept() -> int:
     return sum(type(thing) in (Request, Sequence) for thing in gc.get_objects())
-
-
-@pytest.fixture
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("_no_collection")

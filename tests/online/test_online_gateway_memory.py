@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -19,14 +19,6 @@ from tests.online.conftest import Pair
 pytestmark = pytest.mark.stage2
 
 BODY = {"model": "alias", "prompt": "some words", "max_tokens": 8}
-
-
-@pytest.fixture
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def num_kept() -> int:
