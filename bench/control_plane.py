@@ -22,6 +22,7 @@ from bench.serving import first_model
 
 CASES: dict[str, tuple[int, int, int, bool]] = {  # streams, tokens in, tokens out, streamed
     "stream_256": (256, 32, 64, True),
+    "stream_256_long": (256, 32, 512, True),  # next to nothing of the requests' own cost
     "stream_64": (64, 32, 64, True),
     "stream_1": (1, 32, 64, True),
     "whole_256": (256, 32, 64, False),

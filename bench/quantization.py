@@ -1,9 +1,9 @@
-"""What quantised weights cost in quality: `python -m bench.quantization [--model FOLDER] [--layer-model FOLDER]`.
+"""What quantising costs in quality: `python -m bench.quantization [--model FOLDER] [--layer-model FOLDER]`.
 
-The demo model reads held-out answers of its own corpus. Perplexity is over the assistant's tokens; agreement is how
-often the most probable token is that of the full weights in fp32. With `--layer-model` (a folder that `python -m
-bench.make_checkpoint qwen3-0.6b FOLDER` made) also the relative error of each kind of linear layer against fp32, on
-random activations.
+The demo model reads held-out answers of its own corpus, with quantised weights or a quantised KV cache. Perplexity is
+over the assistant's tokens; agreement is how often the most probable token is that of the full weights in fp32. With
+`--layer-model` (a folder that `python -m bench.make_checkpoint qwen3-0.6b FOLDER` made) also the relative error of each
+kind of linear layer against fp32, on random activations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from kernels.linear.schemes import SCHEMES
 from novainfer import LLM, SamplingParams
 from novainfer.checkpoint import resolve_checkpoint
 
-WAYS = tuple((dtype, quantization) for dtype in ("float32", "bfloat16") for quantization in ("none", "int8", "int4"))
+WAYS = tuple(
+    (dtype, *way)
+    for dtype in ("float32", "bfloat16")
+    for way in (*((scheme, "auto") for scheme in ("none", *SCHEMES)), ("none", "int8"), ("int8", "int8"))
+)  # type, weights, KV cache
 _ROWS = 64
 
 
@@ -37,10 +41,11 @@ def read_answers(count: int) -> list[Encoded]:
     return [item for kind in KINDS for item in encode(tokenizer, [render(c) for c in held_out(kind, count)])]
 
 
-def score(model: str, answers: list[Encoded], dtype: str, quantization: str) -> tuple[list[float], list[int], str]:
+def score(model: str, answers: list[Encoded], way: tuple[str, str, str]) -> tuple[list[float], list[int], str]:
     """Log-probability of each token that the assistant says, the most probable token there, and the mode."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
-    with LLM(model, dtype=dtype, quantization=quantization, device="cpu") as llm:
+    dtype, quantization, kv_cache_dtype = way
+    with LLM(model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, device="cpu") as llm:
         results = llm.generate([item.ids.tolist() for item in answers], params, use_tqdm=False)
         mode = llm.mode
     logprobs, best = [], []
@@ -53,11 +58,11 @@ def score(model: str, answers: list[Encoded], dtype: str, quantization: str) -> 
 
 
 def compare_ways(model: str, count: int) -> Iterator[dict[str, Any]]:
-    """Perplexity and agreement of each way to hold the weights; the first one is what the others are compared with."""
+    """Perplexity and agreement of each way to hold weights and KV; the first is what the others are compared with."""
     answers = read_answers(count)
     expected: list[int] = []
-    for dtype, quantization in WAYS:
-        logprobs, best, mode = score(model, answers, dtype, quantization)
+    for way in WAYS:
+        logprobs, best, mode = score(model, answers, way)
         expected = expected or best
         same = sum(a == b for a, b in zip(best, expected, strict=True))
         yield {

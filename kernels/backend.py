@@ -156,12 +156,23 @@ class KernelBackend(Protocol):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        cache_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Zero-filled (key_cache, value_cache) of one layer; dimension 0 is the block, the rest the backend's own."""
+        """Zero-filled (key_cache, value_cache) of one layer; dimension 0 is the block, the rest the backend's own.
+
+        dtype: of keys and values; cache_dtype: the same or None, or torch.int8 for integers with one scale for each
+        token and head (`kernels.kv_store.reference.quantize`). Raises ValueError if the backend has no such cache.
+        """
         ...
 
     def kv_cache_bytes(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
     ) -> int:
         """Bytes that both tensors of `allocate_kv_cache` take together."""
         ...

@@ -71,23 +71,38 @@ class CpuBackend:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        cache_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Zero-filled caches: packed (see `kernels.kv_store.cpu`) where possible, else [block, offset, head, dim]."""
-        key_shape, value_shape = self._cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype)
-        return lazy_zeros(key_shape, dtype), lazy_zeros(value_shape, dtype)
+        """Zero-filled caches: packed (see `kernels.kv_store.cpu`) where possible, else as in the reference backend."""
+        stored = kv_reference.stored_dtype(dtype, cache_dtype)
+        key_shape, value_shape = self._cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype, stored)
+        return lazy_zeros(key_shape, stored), lazy_zeros(value_shape, stored)
 
     def kv_cache_bytes(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
     ) -> int:
         """Bytes of both cache tensors."""
-        shapes = self._cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype)
-        return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
+        stored = kv_reference.stored_dtype(dtype, cache_dtype)
+        shapes = self._cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype, stored)
+        return sum(torch.Size(shape).numel() for shape in shapes) * stored.itemsize
 
     def _cache_shapes(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        stored: torch.dtype,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._library is not None and kv_cpu.supports_layout(block_size, head_dim, dtype):
-            return kv_cpu.cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+            return kv_cpu.cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, stored)
         if self._library is not None and not self._warned_layout:
             self._warned_layout = True
             _log.warning(
@@ -95,7 +110,7 @@ class CpuBackend:
                 "head_dim even and at most %d): attention runs in slower torch code",
                 *(block_size, head_dim, dtype, kv_cpu.MAX_HEAD_DIM),
             )
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        shape = (num_blocks, block_size, num_kv_heads, kv_reference.row_width(head_dim, stored))
         return shape, shape
 
     def store_kv(
@@ -155,7 +170,8 @@ class CpuBackend:
         if self._library is None or weight.dtype not in DTYPES:
             if scheme is None:
                 return TorchLinear(weight, bias)
-            return DequantizedLinear(TorchLinear, dequantize(*quantize(weight, scheme), scheme), bias)
+            rows_group = scheme.group if scheme.rounds_rows else None
+            return DequantizedLinear(TorchLinear, dequantize(*quantize(weight, scheme), scheme), bias, rows_group)
         if scheme is None:
             return PackedLinear(self._library, weight, bias)
         return QuantizedLinear.quantizing(self._library, weight, bias, scheme)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.act_mul.reference import act_mul
 from kernels.backend import AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
 from kernels.checks import check_linear, check_shape
-from kernels.kv_store.reference import store_kv
+from kernels.kv_store.reference import row_width, store_kv, stored_dtype
 from kernels.linear.reference import DequantizedLinear, dequantize, quantize, widened
 from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.memory import lazy_zeros
@@ -61,18 +61,27 @@ class ReferenceBackend:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        cache_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Two zero-filled tensors [num_blocks, block_size, num_kv_heads, head_dim]."""
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        """Two zero-filled tensors [num_blocks, block_size, num_kv_heads, width]; see `kernels.kv_store.reference`."""
+        stored = stored_dtype(dtype, cache_dtype)
+        shape = (num_blocks, block_size, num_kv_heads, row_width(head_dim, stored))
         if device.type == "cpu":
-            return lazy_zeros(shape, dtype), lazy_zeros(shape, dtype)
-        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+            return lazy_zeros(shape, stored), lazy_zeros(shape, stored)
+        return torch.zeros(shape, dtype=stored, device=device), torch.zeros(shape, dtype=stored, device=device)
 
     def kv_cache_bytes(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
     ) -> int:
         """Bytes of both cache tensors."""
-        return 2 * num_blocks * block_size * num_kv_heads * head_dim * dtype.itemsize
+        stored = stored_dtype(dtype, cache_dtype)
+        return 2 * num_blocks * block_size * num_kv_heads * row_width(head_dim, stored) * stored.itemsize
 
     def store_kv(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
@@ -113,7 +122,8 @@ class ReferenceBackend:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """Keeps the weight as it is, or what quantising makes of it in fp32."""
         if scheme is not None:
-            return DequantizedLinear(ReferenceLinear, dequantize(*quantize(weight, scheme), scheme), bias)
+            rows_group = scheme.group if scheme.rounds_rows else None
+            return DequantizedLinear(ReferenceLinear, dequantize(*quantize(weight, scheme), scheme), bias, rows_group)
         return ReferenceLinear(weight, bias)
 
     def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:

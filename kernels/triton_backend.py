@@ -73,15 +73,24 @@ class TritonBackend:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        cache_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Two zero-filled tensors [num_blocks, num_kv_heads, block_size, head_dim]; block_size a power of two >= 16."""
+        if cache_dtype not in (None, dtype):
+            raise ValueError(f"kernel backend 'triton' has no KV cache of {cache_dtype} for keys and values in {dtype}")
         if block_size < 16 or next_power_of_2(block_size) != block_size:
             raise ValueError(f"block_size must be a power of two and at least 16, got {block_size}")
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
 
     def kv_cache_bytes(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
     ) -> int:
         """Bytes of both cache tensors."""
         return 2 * num_blocks * block_size * num_kv_heads * head_dim * dtype.itemsize

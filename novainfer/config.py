@@ -16,6 +16,7 @@ from novainfer.errors import ConfigError
 DEMO_MODEL = "demo"  # the checkpoint in novainfer/assets/demo
 MIB = 1024 * 1024
 QUANTIZED_ON_GPUS = "--quantization {scheme} runs on CPUs only so far"
+QUANTIZED_CACHE_ON_GPUS = "--kv-cache-dtype {dtype} runs on CPUs only so far"
 SPARES_ON_GPUS = "--spare-workers is for CPUs: a spare group would need GPUs of its own; leave it at 0"
 
 
@@ -38,13 +39,14 @@ class ModelConfig:
     served_model_name: tuple[str, ...] = option((), "Names that clients may use; default: the model as given.")
     dtype: str = option(
         "auto",
-        "Type of weights, activations and KV cache; auto = the checkpoint's.",
+        "Type of weights, activations and (see --kv-cache-dtype) KV cache; auto = the checkpoint's.",
         choices=("auto", "float32", "float16", "bfloat16"),
     )
     quantization: str = option(
         "none",
-        "Round weights to small integers while loading (CPUs only): less memory, faster decoding, somewhat less exact.",
-        choices=("none", "int8", "int4"),
+        "Round weights to small integers while loading (CPUs only): less memory, faster decoding, somewhat less exact; "
+        "w8a8 rounds activations to 8 bits too: prompts are faster.",
+        choices=("none", "int8", "int4", "w8a8"),
     )
     max_model_len: int | None = option(None, "Longest prompt + output in tokens; default: the model's own limit.")
     model_backend: str = option(
@@ -66,6 +68,12 @@ class CacheConfig:
         None,
         "Memory for the KV cache in MiB, taken at once; default on a CPU: a quarter of what is free, at most 4096, "
         "taken as it is used.",
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "auto = the type of the activations; int8 = keys and values rounded to small integers (CPUs only): room for "
+        "about twice the tokens of 16 bits, somewhat less exact.",
+        choices=("auto", "int8"),
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV blocks of equal prompt prefixes.")
 
@@ -247,10 +255,8 @@ def check(config: ServeConfig) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {limit}")
     if config.parallel.spare_workers not in (0, 1):
         raise ConfigError(f"--spare-workers must be 0 or 1, not {config.parallel.spare_workers}")
-    if config.parallel.spare_workers and config.parallel.device == "cuda":
-        raise ConfigError(SPARES_ON_GPUS)
-    if config.model.quantization != "none" and config.parallel.device == "cuda":
-        raise ConfigError(QUANTIZED_ON_GPUS.format(scheme=config.model.quantization))
+    if config.parallel.device == "cuda":
+        _check_gpus(config)
     if config.parallel.cluster_host is not None:
         _check_cluster_host(config.parallel.cluster_host, config.parallel.ray_address)
     for name, number in {
@@ -272,6 +278,15 @@ def check(config: ServeConfig) -> None:
         raise ConfigError("--api-key must not be empty")
     if not 0 <= config.server.port <= 65535:
         raise ConfigError("--port must be between 0 and 65535")
+
+
+def _check_gpus(config: ServeConfig) -> None:
+    if config.parallel.spare_workers:
+        raise ConfigError(SPARES_ON_GPUS)
+    if config.model.quantization != "none":
+        raise ConfigError(QUANTIZED_ON_GPUS.format(scheme=config.model.quantization))
+    if config.cache.kv_cache_dtype != "auto":
+        raise ConfigError(QUANTIZED_CACHE_ON_GPUS.format(dtype=config.cache.kv_cache_dtype))
 
 
 def _check_cluster_host(host: str, ray_address: str | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernels.backend import KernelBackend
+from novainfer.config import CacheConfig
 from novainfer.protocol.step import NewBlocks, NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.kv_cache import KVCache
@@ -44,10 +45,11 @@ def limits(**values: int) -> RowLimits:
     return RowLimits(**{**defaults, **values})
 
 
-def make_runner(model: CausalLM, kernels: KernelBackend, **values: int) -> ModelRunner:
+def make_runner(model: CausalLM, kernels: KernelBackend, *, kv_cache_dtype: str = "auto", **values: int) -> ModelRunner:
     """A runner on the CPU with empty rows and a zeroed cache."""
     row_limits = limits(**{"vocab_size": model.spec.vocab_size, **values})
-    cache = KVCache.allocate(model, kernels, row_limits.num_blocks, row_limits.block_size, CPU)
+    config = CacheConfig(block_size=row_limits.block_size, kv_cache_dtype=kv_cache_dtype)
+    cache = KVCache.allocate(model, kernels, row_limits.num_blocks, config, CPU)
     return ModelRunner(model, kernels, TensorParallel.single(), RequestStates(row_limits, CPU), cache)
 
 

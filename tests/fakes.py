@@ -138,9 +138,10 @@ class ScriptedScheduler(ServingThread):
         self._commands.append(lambda: (command(), done.set())[0])
         assert done.wait(20)
 
-    def fail(self, output: TokenOutput) -> None:
-        """End a request with this output (from the socket's thread)."""
-        live = self.live.pop(output.request_id)
+    def fail(self, request_id: str, error: str) -> None:
+        """End a request of one choice with this error, after the tokens that it has (from the socket's thread)."""
+        live = self.live.pop(request_id)
+        output = TokenOutput(request_id, 0, live.counts[0], [], "error", error=error)
         self._send(live.identity, OutputBatch(self.epoch, self.step, [output]))
 
     def send_all(self, message: object) -> None:

@@ -11,10 +11,11 @@ import torch
 
 from kernels.backend import KernelBackend
 from kernels.memory import commit_in_background
-from novainfer.config import MIB, ServeConfig
+from novainfer.config import MIB, CacheConfig, ServeConfig
 from novainfer.errors import ConfigError
 from workers.models.base import CausalLM, KvCaches
 
+_CACHE_DTYPES = {"auto": None, "int8": torch.int8}  # as `KernelBackend.allocate_kv_cache` takes them
 _LEFT_FREE = 512 * MIB  # for others, when a cache's memory is taken before it is used
 _MAX_CPU_SHARE = 4096 * MIB  # default ceiling of the KV caches of all ranks on a CPU host
 
@@ -37,12 +38,13 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, model: CausalLM, kernels: KernelBackend, num_blocks: int, block_size: int, device: torch.device
+        cls, model: CausalLM, kernels: KernelBackend, num_blocks: int, config: CacheConfig, device: torch.device
     ) -> KVCache:
         """Zero-filled caches for this rank's heads of every layer."""
-        spec, num_kv_heads = model.spec, model.num_local_kv_heads
+        spec, num_kv_heads, block_size = model.spec, model.num_local_kv_heads, config.block_size
+        stored = _CACHE_DTYPES[config.kv_cache_dtype]
         layers = [
-            kernels.allocate_kv_cache(num_blocks, block_size, num_kv_heads, spec.head_dim, spec.dtype, device)
+            kernels.allocate_kv_cache(num_blocks, block_size, num_kv_heads, spec.head_dim, spec.dtype, device, stored)
             for _ in range(spec.num_layers)
         ]
         return cls(num_blocks, block_size, layers)
@@ -64,10 +66,13 @@ class KVCache:
                 cache[dst_index] = cache[src_index]
 
 
-def block_bytes(model: CausalLM, kernels: KernelBackend, block_size: int) -> int:
+def block_bytes(model: CausalLM, kernels: KernelBackend, config: CacheConfig) -> int:
     """Bytes that one block takes on this rank, over all layers."""
-    spec = model.spec
-    return spec.num_layers * kernels.kv_cache_bytes(1, block_size, model.num_local_kv_heads, spec.head_dim, spec.dtype)
+    spec, stored = model.spec, _CACHE_DTYPES[config.kv_cache_dtype]
+    num_kv_heads = model.num_local_kv_heads
+    return spec.num_layers * kernels.kv_cache_bytes(
+        1, config.block_size, num_kv_heads, spec.head_dim, spec.dtype, stored
+    )
 
 
 def resolve_max_model_len(config: ServeConfig, max_position: int) -> int:

@@ -27,6 +27,7 @@ def find_mode(
         quantization=config.model.quantization
         if spec.stored_quantization == NOT_QUANTIZED
         else spec.stored_quantization,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
         tensor_parallel_size=tp.world_size,
         is_exact=is_native and kernels.is_exact(config.cache.block_size, spec.head_dim, spec.dtype),
     )

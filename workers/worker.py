@@ -13,7 +13,14 @@ from typing import Protocol
 import torch
 
 from kernels.backend import KernelBackend, select_backend
-from novainfer.config import QUANTIZED_ON_GPUS, ModelConfig, ParallelConfig, ServeConfig
+from novainfer.config import (
+    QUANTIZED_CACHE_ON_GPUS,
+    QUANTIZED_ON_GPUS,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    ServeConfig,
+)
 from novainfer.errors import ConfigError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.step import NewRow, StepPlan, StepResult
@@ -80,6 +87,7 @@ class Worker:
         device = choose_device(config.parallel, place.rank)
         kernels = choose_kernels(config.parallel, device)
         check_quantization(config.model, kernels)
+        check_kv_cache(config.cache, kernels)
         if device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_worker or default_threads(place.world_size))
         else:
@@ -94,7 +102,7 @@ class Worker:
         )
         progress(STAGE_KV_CACHE, 0, 1)
         size = _size_cache(config, model, kernels, tp, device)
-        cache = KVCache.allocate(model, kernels, size.num_blocks, config.cache.block_size, device)
+        cache = KVCache.allocate(model, kernels, size.num_blocks, config.cache, device)
         limits = _limits(config, model, size, _step_tokens(config, model, tp, device))
         runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache)
         progress(STAGE_WARM_UP, 0, 1)
@@ -148,6 +156,12 @@ def check_quantization(config: ModelConfig, kernels: KernelBackend) -> None:
         raise ConfigError(QUANTIZED_ON_GPUS.format(scheme=config.quantization))
 
 
+def check_kv_cache(config: CacheConfig, kernels: KernelBackend) -> None:
+    """Raises `ConfigError` if these kernels have no KV cache of the type that was asked for."""
+    if config.kv_cache_dtype != "auto" and kernels.name == "triton":
+        raise ConfigError(QUANTIZED_CACHE_ON_GPUS.format(dtype=config.kv_cache_dtype))
+
+
 def default_threads(world_size: int) -> int:
     """The cores this process may use, divided by the ranks."""
     affinity = getattr(os, "sched_getaffinity", None)
@@ -175,7 +189,7 @@ def _size_cache(
 ) -> CacheSize:
     """Decide the number of blocks; on a GPU after a step of the largest size has shown what it needs beside them."""
     max_position = model.spec.max_position
-    per_block = block_bytes(model, kernels, config.cache.block_size)
+    per_block = block_bytes(model, kernels, config.cache)
     if config.cache.num_blocks is not None:
         return fit_cache(config, max_position, per_block, budget=0)
     if device.type == "cpu":
@@ -184,7 +198,7 @@ def _size_cache(
     step = _step_tokens(config, model, tp, device)
     num_tokens = min(step, resolve_max_model_len(config, max_position) - 2)
     probe = CacheSize(-(-(num_tokens + 2) // block_size), max_position)
-    cache = KVCache.allocate(model, kernels, probe.num_blocks, block_size, device)
+    cache = KVCache.allocate(model, kernels, probe.num_blocks, config.cache, device)
     torch.cuda.reset_peak_memory_stats(device)
     states = RequestStates(_limits(config, model, probe, step), device)
     _run_dummy(ModelRunner(model, kernels, tp, states, cache), num_tokens)

@@ -7,6 +7,12 @@ layers without being rearranged. bf16 keeps neighbours along the summed dimensio
     values  [num_blocks, num_kv_heads, block_size / 16, 16, padded_dim]        bf16 [..., 8, padded_dim, 2]
 
 padded_dim is head_dim rounded up to a multiple of 16; the padding stays zero.
+
+A quantised cache is int8: chunks of 64 bytes, in the first one the float32 scales of a panel's tokens. How the
+integers lie in the others depends on the instruction set and on the type of keys and values (native/integers.h), so
+one cache takes one type:
+
+    both    [num_blocks, num_kv_heads, block_size / 16, 1 + padded_dim / 4, 64]
 """
 
 from __future__ import annotations
@@ -17,9 +23,12 @@ import torch
 from torch import Tensor
 
 from kernels.checks import check_dtype, check_shape
+from kernels.kv_store.reference import is_quantized
 from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contiguous, panel_shape
 
 MAX_HEAD_DIM = 256
+_CHUNK_BYTES = 64
+_CHUNK_DIMS = _CHUNK_BYTES // LANES  # of 16 tokens
 
 
 class KvStoreArguments(ctypes.Structure):
@@ -30,12 +39,12 @@ class KvStoreArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("key_token_stride", "key_head_stride")),
         *((name, ctypes.c_int64) for name in ("value_token_stride", "value_head_stride")),
         *((name, ctypes.c_int64) for name in ("dtype", "num_tokens", "num_kv_heads")),
-        *((name, ctypes.c_int64) for name in ("head_dim", "padded_dim", "block_size", "num_slots")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "padded_dim", "block_size", "num_slots", "quantized")),
     ]
 
 
 def supports_layout(block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the packed layout can hold such blocks."""
+    """Whether the packed layout can hold such blocks of keys and values in `dtype`, quantised or not."""
     return (
         block_size > 0
         and block_size % LANES == 0
@@ -48,9 +57,12 @@ def supports_layout(block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
 def cache_shapes(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of the key and value cache."""
+    """The shapes of the key and value cache of type `dtype`."""
     padded = -(-head_dim // LANES) * LANES
     outer = (num_blocks, num_kv_heads, block_size // LANES)
+    if dtype is torch.int8:
+        shape = (*outer, 1 + padded // _CHUNK_DIMS, _CHUNK_BYTES)
+        return shape, shape
     return (*outer, *panel_shape(padded, LANES, dtype)), (*outer, *panel_shape(LANES, padded, dtype))
 
 
@@ -61,8 +73,9 @@ def is_packed(cache: Tensor) -> bool:
 
 def cache_geometry(value_cache: Tensor) -> tuple[int, int, int, int]:
     """(num_blocks, block_size, num_kv_heads, padded_dim) of a packed value cache."""
-    num_blocks, num_kv_heads, panels = value_cache.shape[:3]
-    return num_blocks, panels * LANES, num_kv_heads, value_cache.shape[4]
+    num_blocks, num_kv_heads, panels, rows, columns = value_cache.shape[:5]
+    padded_dim = (rows - 1) * _CHUNK_DIMS if is_quantized(value_cache) else columns
+    return num_blocks, panels * LANES, num_kv_heads, padded_dim
 
 
 def store_arguments(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> KvStoreArguments:
@@ -77,6 +90,7 @@ def store_arguments(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: 
         padded_dim,
         block_size,
         num_blocks * block_size,
+        is_quantized(value_cache),
     )
 
 
@@ -96,8 +110,9 @@ def store_kv(
     check_shape("value", value, key.shape)
     check_shape("slot_mapping", slot_mapping, [num_tokens])
     check_dtype("slot_mapping", slot_mapping, torch.int64)
-    check_dtype("key", key, key_cache.dtype)
-    check_dtype("value", value, value_cache.dtype)
+    check_dtype("value_cache", value_cache, key_cache.dtype)
+    check_dtype("key", key, *(DTYPES if is_quantized(key_cache) else (key_cache.dtype,)))
+    check_dtype("value", value, key.dtype)
     key, value, slots = last_dim_contiguous(key), last_dim_contiguous(value), slot_mapping.contiguous()
     arguments = store_arguments(key, value, key_cache, value_cache)
     arguments.slots = slots.data_ptr()

@@ -22,7 +22,7 @@ class QuantizedArguments(ctypes.Structure):
 
     _fields_ = [
         ("layer", LinearArguments),
-        *((name, ctypes.c_int64) for name in ("bits", "group", "full_range", "half_scales")),
+        *((name, ctypes.c_int64) for name in ("bits", "group", "full_range", "half_scales", "rounds_rows")),
     ]
 
 
@@ -34,6 +34,7 @@ class Layout:
     group: int
     full_range: bool = False  # -128 is among the integers of eight bits
     half_scales: bool = False  # scales in fp16, else bf16
+    rounds_rows: bool = False  # activations are rounded to integers too
 
     def packed_bytes(self, rows: int, columns: int) -> int:
         """Scales and integers together; rows are padded to panels, columns to steps of the kernel."""
@@ -56,7 +57,7 @@ class QuantizedLinear(NativeLinear):
         """Memory for a weight [N, K] = shape under activations of dtype; `quantizing` and `of_integers` fill it."""
         packed = library.weight_memory.zeros((layout.packed_bytes(*shape),), torch.uint8)
         super().__init__(library.quantized_linear, shape, dtype, packed, bias)
-        numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales)
+        numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales, layout.rounds_rows)
         self._address = self._pass(lambda layer: QuantizedArguments(layer, *numbers))
 
     @classmethod
@@ -68,7 +69,10 @@ class QuantizedLinear(NativeLinear):
         check_dtype("weight", weight, *DTYPES)
         weight = last_dim_contiguous(weight.detach())
         n, k = weight.shape
-        linear = cls(library, (n, k), weight.dtype, bias, Layout(scheme.bits, scheme.group))
+        if scheme.rounds_rows and (scheme.bits != 8 or scheme.group % LANES):
+            raise ValueError(f"rows cannot be rounded to {scheme.bits} bits in groups of {scheme.group}")
+        layout = Layout(scheme.bits, scheme.group, rounds_rows=scheme.rounds_rows)
+        linear = cls(library, (n, k), weight.dtype, bias, layout)
         library.quantize(linear._address, weight.data_ptr(), weight.stride(0), torch.get_num_threads())
         return linear
 

@@ -12,7 +12,7 @@ from kernels.checks import check_linear, check_shape
 from kernels.linear.schemes import IntegerWeight, WeightScheme
 
 _CANDIDATES = tuple(-7.0 - 0.25 * i for i in range(16))  # for the integer that the largest weight of a group becomes
-_SMALLEST_WEIGHT = 1e-18  # a group that holds nothing larger becomes zero: squares would underflow
+_SMALLEST_NUMBER = 1e-18  # a group that holds nothing larger becomes zero: squares would underflow
 _ROWS_AT_ONCE = 1024  # bounds the memory that quantising takes
 
 
@@ -47,16 +47,22 @@ class DequantizedLinear:
         make: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]],
         weight: Tensor,
         bias: Tensor | None,
+        rows_group: int | None = None,
     ) -> None:
-        """make: the linear layer in fp32 that is to multiply; weight [N, K] float32: what is stood for, bias [N]."""
+        """make: the linear layer in fp32 that is to multiply; weight [N, K] float32: what is stood for, bias [N].
+
+        rows_group: columns of x that share a scale, where rows are rounded to eight bits.
+        """
         check_linear(weight, bias)
+        self._rows_group = rows_group
         self._linear = make(weight, None if bias is None else bias.float())
         self.out_features, self.in_features = weight.shape
         self.weight_nbytes = weight.nbytes
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] -> [M, N] in out_dtype, by default x's."""
-        return self._linear(x.float()).to(out_dtype or x.dtype)
+        rows = x.float() if self._rows_group is None else widened_rows(x, self._rows_group)
+        return self._linear(rows).to(out_dtype or x.dtype)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The same numbers in float32."""
@@ -85,12 +91,31 @@ def widened(weight: IntegerWeight) -> Tensor:
     return weight.integers.float() * scales[:, : weight.integers.shape[1]]
 
 
+def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> integers [M, K] int8 within 127, scales [M, groups] float32; NaN where a group is not finite."""
+    rows, columns = x.shape
+    groups = F.pad(x.float(), (0, -columns % group)).view(rows, -1, group)
+    largest = groups.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
+    usable = largest > _SMALLEST_NUMBER
+    most = torch.full_like(largest, 127.0)  # a number in its place would be multiplied by the reciprocal
+    inverse = (most / largest.where(usable, 1.0)).where(usable, 0.0)
+    integers = (groups * inverse).nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
+    scales = (largest / most).where(usable, 0.0) + (groups * 0.0).sum(-1, keepdim=True)
+    return integers.flatten(1)[:, :columns], scales.squeeze(-1)
+
+
+def widened_rows(x: Tensor, group: int) -> Tensor:
+    """What rounded rows stand for: [M, K] float32."""
+    integers, scales = round_rows(x, group)
+    return integers.float() * scales.repeat_interleave(group, dim=1)[:, : x.shape[1]]
+
+
 def _quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     groups = F.pad(weight, (0, -columns % scheme.group)).view(rows, -1, scheme.group)
     at = groups.nan_to_num(0.0, 0.0, 0.0).abs().argmax(-1, keepdim=True)
     largest = groups.gather(-1, at)
-    usable = largest.abs() > _SMALLEST_WEIGHT
+    usable = largest.abs() > _SMALLEST_NUMBER
     largest = largest.where(usable, 1.0)
     found = largest.abs() / scheme.highest if scheme.bits == 8 else _search(groups, largest, scheme)
     scales = found.where(usable, 0.0).bfloat16()

@@ -3,6 +3,9 @@
 y = bias + sum over the groups in order of scale * (sum over the group's columns of x * integer), in fp32. Every scale
 is a bf16 number (fp16, or bf16, where the checkpoint brings integers and scales), so that scale * integer is exact in
 fp32: a quantised layer has definite weights, and rounding them is its only error.
+
+Where rows are rounded too, x is a whole number times a scale of the row's own group: the group's sum is a whole number
+then, which every processor computes exactly, and is multiplied by the row's scale before the weight's.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ class WeightScheme:
 
     name: str
     bits: int
-    group: int  # columns that share a scale: a multiple of 8
+    group: int  # columns that share a scale: a multiple of 8, of 16 where rows are rounded
+    rounds_rows: bool = False  # the activations too are rounded to eight bits, when they come, by rows and groups
 
     @property
     def lowest(self) -> int:
@@ -42,9 +46,10 @@ class IntegerWeight:
 
 INT8 = WeightScheme("int8", bits=8, group=128)
 INT4 = WeightScheme("int4", bits=4, group=64)
-SCHEMES = {scheme.name: scheme for scheme in (INT8, INT4)}
+W8A8 = WeightScheme("w8a8", bits=8, group=128, rounds_rows=True)
+SCHEMES = {scheme.name: scheme for scheme in (INT8, INT4, W8A8)}
 
 
 def head_scheme(scheme: WeightScheme | None) -> WeightScheme | None:
-    """What a vocabulary projection is packed with where the layers have `scheme`."""
+    """What a vocabulary projection, whose errors no layer mends, is packed with where the layers have `scheme`."""
     return None if scheme is None else INT8

@@ -4,7 +4,11 @@
 // are added one after the other (with AVX512-BF16, pair after pair), exactly as if the integers were stored as bf16 or fp32:
 // both hold every integer of 8 bits.
 //
-// A format has, beside what every panel format has, kBits and `put`, which writes one integer into a chunk full of zeros.
+// A format has, beside what every panel format has, kBits and `put`, which writes one integer into a chunk full of zeros; one of 8
+// bits also over another integer, and without touching those beside it, which other threads may be writing.
+//
+// Activations may be rounded to integers too (rounding.h): then a group's products and sums are whole numbers below 2^24, exact in
+// any order, in 32-bit integers and in fp32 alike, so all instruction sets agree.
 #pragma once
 
 #include "microkernel.h"
@@ -23,6 +27,10 @@ struct IntegerColumns {  // [16] words of 32 bits, integer k of a column in the 
     static constexpr int kBits = bits, kPack = 32 / bits;
 
     static INLINE void put(uint8_t* chunk, int column, int k, int value) {
+        if (bits == 8) {
+            chunk[4 * column + k] = (uint8_t)value;
+            return;
+        }
         uint32_t word;
         memcpy(&word, chunk + 4 * column, 4);
         word |= ((uint32_t)value & ((1u << bits) - 1)) << (bits * k);
@@ -88,7 +96,7 @@ struct Integer8Pairs {
 
     static INLINE void put(uint8_t* chunk, int column, int k, int value) {
         const int at = column / 4 * 16 + k / 2 * 8 + column % 4 * 2 + k % 2;
-        chunk[at] = (uint8_t)(value == kMinInteger8 ? 0x80 : value < 0 ? 0x80 - value : value);
+        chunk[at] = (uint8_t)(__builtin_abs(value) | (value >> 31 & 0x80));
     }
 
     // Two look-ups, which do not heed the sign, give the bytes of 64 numbers; the sign goes on top, and interleaving joins them.
@@ -153,6 +161,46 @@ struct IntegerDotPanel : Columns {
             }
         }
     }
+};
+#endif
+
+// ---- integer operands ----
+
+#if defined(__AVX512VNNI__)
+struct RoundedPanel {  // [16] words; each byte is an integer plus 128, since one side of the instruction has no sign
+    using T = uint8_t;
+    using X = int8_t;
+    static constexpr int kBits = 8, kPack = 4;
+
+    static INLINE void put(uint8_t* chunk, int column, int k, int value) { chunk[4 * column + k] = (uint8_t)(value + 128); }
+
+    struct Sum {
+        __m512i p;
+    };
+
+    template <int M, int N, class Operand>
+    static INLINE void step(Sum (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
+        __m512i column[N];
+        UNROLL for (int n = 0; n < N; n++) column[n] = _mm512_loadu_si512(w[n] + at);
+        UNROLL for (int m = 0; m < M; m++) {
+            int32_t word;
+            memcpy(&word, x.at(m, k), 4);
+            const __m512i row = _mm512_set1_epi32(word);
+            UNROLL for (int n = 0; n < N; n++) {  // for the intrinsic GCC copies each sum twice
+                asm("vpdpbusd %2, %1, %0" : "+v"(acc[m][n].p) : "v"(column[n]), "v"(row));
+            }
+        }
+    }
+
+    // What takes the 128 out of a sum over integers x that add up to `sum`.
+    static INLINE Sum first_sum(float sum) { return {_mm512_set1_epi32(-128 * (int32_t)sum)}; }
+    static INLINE Vec sum_of(const Sum& acc) { return {_mm512_cvtepi32_ps(acc.p)}; }
+};
+#else
+struct RoundedPanel : IntegerPanel<IntegerColumns<8>> {  // fp32 holds every sum of a group exactly
+    using Sum = Vec;
+    static INLINE Vec first_sum(float) { return zero(); }
+    static INLINE Vec sum_of(const Vec& acc) { return acc; }
 };
 #endif
 

@@ -114,8 +114,8 @@ constexpr Prefetch kCached = {2048, 0, 0};   // from the second cache to the fir
 constexpr long kNearBytes = 1024, kFarBytes = 8192;
 
 // acc[m][n] += sum over `steps` of x[m] * w[n], in order. x: Rows or SideRows; a panel's steps lie w_stride elements apart.
-template <class Format, int M, int N, class Operand>
-INLINE void accumulate(Vec (&acc)[M][N], const Operand& x, const typename Format::T* const (&w)[N], long w_stride, long steps,
+template <class Format, class Sum, int M, int N, class Operand>
+INLINE void accumulate(Sum (&acc)[M][N], const Operand& x, const typename Format::T* const (&w)[N], long w_stride, long steps,
                        const Prefetch prefetch = kNoPrefetch) {
     const long step_bytes = w_stride * (long)sizeof(typename Format::T);
     long far = prefetch.far, stop = prefetch.skip > 0 ? larger(0, steps - far / step_bytes) : steps;
@@ -129,6 +129,23 @@ INLINE void accumulate(Vec (&acc)[M][N], const Operand& x, const typename Format
             Format::step(acc, x, k * Format::kPack, w, k * w_stride);
         }
         if (stop == steps) return;
+    }
+}
+
+// Other memory that is wanted next: in the k-th step, the lines that begin k * stride bytes behind these.
+template <int N>
+struct Ahead {
+    const char* at[N];
+    long stride;
+};
+
+// The same, and that memory is asked for.
+template <class Format, int M, int N, class Operand>
+INLINE void accumulate(Vec (&acc)[M][N], const Operand& x, const typename Format::T* const (&w)[N], long w_stride, long steps,
+                       const Ahead<N>& ahead) {
+    for (long k = 0; k < steps; k++) {
+        UNROLL for (int n = 0; n < N; n++) __builtin_prefetch(ahead.at[n] + k * ahead.stride, 0, 3);
+        Format::step(acc, x, k * Format::kPack, w, k * w_stride);
     }
 }
 

@@ -1,7 +1,7 @@
 // Rows of activations, as the inner loop of microkernel.h reads them.
 //
-// A word is what one broadcast takes: one float, or two bf16 numbers. SideRows are sixteen rows whose words lie side by side, so
-// that a step of the loop takes one cache line; rows that do not fill sixteen stay one below the other.
+// A word is what one broadcast takes: one float, two bf16 numbers, or four integers. SideRows are sixteen rows whose words lie side
+// by side, so that a step of the loop takes one cache line; rows that do not fill sixteen stay one below the other.
 #pragma once
 
 #include "parallel.h"
@@ -9,11 +9,14 @@
 namespace {
 
 constexpr long kSideRows = kWidth == 16 ? 16 : 0;  // smaller register files hold no sums of so many rows
-constexpr long kManyRows = 64;   // so many read a panel from the cache for the most part: blocks of fewer rows are as fast then
 constexpr long kTileRows = 256;  // rows for which the weights pass by once; they shall stay in the cache
 
 template <class X>
 constexpr long kWord = 4 / sizeof(X);
+
+// So many read a panel from the cache for the most part: blocks of fewer rows are as fast then.
+template <class X>
+constexpr long kManyRows = sizeof(X) == 1 ? 1 << 30 : 64;
 
 template <class X>
 struct Rows {  // `stride` elements apart
@@ -56,6 +59,10 @@ INLINE void to_operand(const T* x, long count, float* operand, long padded) {
     long k = 0;
     for (; k + kLanes <= count; k += kLanes) store(operand + k, load(x + k));
     for (; k < padded; k++) operand[k] = k < count ? load_one(x + k) : 0.0f;
+}
+INLINE void to_operand(const int8_t* x, long count, int8_t* operand, long padded) {
+    memcpy(operand, x, count);
+    memset(operand + count, 0, padded - count);
 }
 INLINE void to_operand(const Bf16* x, long count, Bf16* operand, long padded) {
     memcpy(operand, x, count * sizeof(Bf16));
@@ -100,6 +107,13 @@ INLINE __m512i load_words(const Bf16* x, long k, long count, const Bf16*) {
     return _mm512_loadu_si512(some);
 }
 
+INLINE __m512i load_words(const int8_t* x, long k, long count, const int8_t*) {
+    if (count - k >= 4 * kLanes) return _mm512_loadu_si512(x + k);
+    int8_t some[4 * kLanes] = {};
+    memcpy(some, x + k, count - k);
+    return _mm512_loadu_si512(some);
+}
+
 // Sixteen rows, x_stride apart, of `count` elements -> SideRows of `depth` elements.
 template <class T, class X>
 void put_side_by_side(const T* x, long x_stride, long count, X* to, long depth) {
@@ -117,6 +131,7 @@ void put_side_by_side(const T*, long, long, X*, long) {}
 
 INLINE bool usable_in_place(const float*, const float*) { return true; }
 INLINE bool usable_in_place(const Bf16*, const Bf16*) { return true; }
+INLINE bool usable_in_place(const int8_t*, const int8_t*) { return true; }
 template <class T, class X>
 INLINE bool usable_in_place(const T*, const X*) { return false; }
 
@@ -128,7 +143,7 @@ void for_each_tile(const T* x, long x_stride, long m, long k, long pack, long th
     const long depth = round_up(k, kLanes * kWord<X>), padded = round_up(k, pack);
     for (long first = 0; first < m; first += kTileRows) {
         const long rows = smaller(kTileRows, m - first);
-        const long num_side = kSideRows > 0 && rows < kManyRows ? rows / kLanes * kLanes : 0;
+        const long num_side = kSideRows > 0 && rows < kManyRows<X> ? rows / kLanes * kLanes : 0;
         const T* from = x + first * x_stride;
         X* side = scratch.get<X>(num_side * depth + (rows - num_side) * padded);
         parallel_ranges(num_side / kLanes, 1, kElementWork * num_side * k, threads, [&](long begin, long end) {

@@ -10,22 +10,11 @@ namespace {
 
 constexpr int kCandidates = 16;
 constexpr double kCandidateWork = 2.0;  // operations for a weight and a candidate
-constexpr float kSmallestWeight = 1e-18f;  // a group that holds nothing larger becomes zero: squares would underflow
 
 INLINE Vec select_positive(const Vec& condition, const Vec& a, const Vec& b) {
     VEC_MAP((Part)(((PartBits)a.p[i] & (PartBits)(condition.p[i] > 0.0f)) |
                    ((PartBits)b.p[i] & ~(PartBits)(condition.p[i] > 0.0f))));
 }
-INLINE Vec absolute(const Vec& a) { VEC_MAP((Part)((PartBits)a.p[i] & 0x7fffffff)); }
-
-// To the nearest integer, ties to even, for |a| < 2^22.
-INLINE Vec round_integer(const Vec& a) {
-    const Vec magic = splat(12582912.0f);
-    return (a + magic) - magic;
-}
-
-// NaN becomes `low`.
-INLINE Vec clamp(const Vec& a, int low, int high) { return min(max(a, splat((float)low)), splat((float)high)); }
 
 // The weight of largest magnitude in each column of w [count][16], with its sign; the first of several.
 INLINE Vec largest_weight(const float* w, long count) {
@@ -83,7 +72,7 @@ struct Quantizer<4> {
 template <class Format>
 void quantize_group(const float* w, long count, Bf16* scales, uint8_t* chunks, long chunk_stride) {
     using Rule = Quantizer<Format::kBits>;
-    const Vec largest = largest_weight(w, count), usable = absolute(largest) - splat(kSmallestWeight);
+    const Vec largest = largest_weight(w, count), usable = absolute(largest) - splat(kSmallestNumber);
     const Vec scale = round_bf16(select_positive(usable, Rule::scale(w, count, largest), zero()));
     store(scales, scale + not_finite(w, count));
     const Vec divisor = select_positive(usable, scale, splat(1.0f));
@@ -132,7 +121,9 @@ void quantize(const QuantizedArguments& args, const T* weight, long row_stride, 
 
 template <class T>
 void quantize(const QuantizedArguments& args, const T* weight, long row_stride, long threads) {
-    if (args.bits == 8) {
+    if (args.rounds_rows) {
+        quantize<T, RoundedPanel>(args, weight, row_stride, threads);
+    } else if (args.bits == 8) {
         quantize<T, typename IntegerFormats<T>::Bits8>(args, weight, row_stride, threads);
     } else {
         quantize<T, typename IntegerFormats<T>::Bits4>(args, weight, row_stride, threads);

@@ -6,12 +6,14 @@
 
 #include "integers.h"
 #include "linear.h"
+#include "rounding.h"
 
 // Mirrored by `kernels.linear.quantized.QuantizedArguments`.
 struct QuantizedArguments {
     LinearArguments layer;
     int64_t bits, group;  // 8 or 4; a multiple of 8
     int64_t full_range, half_scales;  // whether -128 is among integers of 8 bits; whether scales are fp16, else bf16
+    int64_t rounds_rows;              // whether activations are rounded to integers too; then a group is a multiple of 16
 };
 
 namespace {
@@ -52,13 +54,31 @@ struct Records {
     }
 };
 
-template <class T, class Format>
+// What a group's sums of a row of the tile begin with, and what they come to: as they are, or of rounded rows.
+struct PlainRows {
+    using Sum = Vec;
+    INLINE Vec first_sum(long, long) const { return zero(); }
+    INLINE Vec sum_of(const Vec& acc, long, long) const { return acc; }
+};
+struct ScaledRows {
+    using Sum = RoundedPanel::Sum;
+    const RoundedRows& rows;
+    long first;  // row of the tile
+
+    INLINE Sum first_sum(long row, long group) const { return RoundedPanel::first_sum(rows.sum(first + row, group)); }
+    INLINE Vec sum_of(const Sum& acc, long row, long group) const {
+        return RoundedPanel::sum_of(acc) * splat(rows.scale(first + row, group));
+    }
+};
+
+template <class T, class Format, class RowsRule>
 struct QuantizedTile {
     const Records<Format>& records;
     const uint8_t* packed;
     const Operands<typename Format::X>& operands;
     Output<T> output;
     bool half_scales;
+    RowsRule rule;
     long far = kRecordPanels;  // of four panels, how far the last two are from the first two
 
     template <int M, int N>
@@ -67,30 +87,32 @@ struct QuantizedTile {
         auto from = operands.template block<M>(row);
         const uint8_t *w[N], *scales[N];
         long panels[N];
-        Vec total[M][N];
+        alignas(64) float totals[M * N * kLanes] = {};
         UNROLL for (int n = 0; n < N; n++) {
             panels[n] = place(panel, n);
             w[n] = packed + records.chunks_at(panels[n]);
             scales[n] = packed + records.scales_at(panels[n]);
         }
-        UNROLL for (int m = 0; m < M; m++) {
-            UNROLL for (int n = 0; n < N; n++) total[m][n] = zero();
-        }
         for (long group = 0; group < records.groups; group++) {
-            Vec acc[M][N];
+            typename RowsRule::Sum acc[M][N];
             UNROLL for (int m = 0; m < M; m++) {
-                UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
+                const auto first = rule.first_sum(row + m, group);
+                UNROLL for (int n = 0; n < N; n++) acc[m][n] = first;
             }
             accumulate<Format>(acc, from, w, step, records.steps(group), Prefetch{kNearBytes, kFarBytes, 0});
             UNROLL for (int n = 0; n < N; n++) {
                 const Vec scale = half_scales ? load((const Fp16*)scales[n]) : load((const Bf16*)scales[n]);
-                UNROLL for (int m = 0; m < M; m++) total[m][n] = fma(scale, acc[m][n], total[m][n]);
+                UNROLL for (int m = 0; m < M; m++) {
+                    float* total = totals + (m * N + n) * kLanes;
+                    store(total, fma(scale, rule.sum_of(acc[m][n], row + m, group), load(total)));
+                }
                 w[n] += record;
                 scales[n] += record;
             }
             from = from.from(records.group);
+            asm volatile("" ::"r"(totals) : "memory");  // totals stay there: the registers are for the loop over a group's steps
         }
-        output.write(row, panels, total);
+        output.write_sums(row, panels, totals, M, N);
     }
 
     INLINE long place(long panel, int n) const {
@@ -111,25 +133,49 @@ struct QuantizedTile {
     }
 };
 
+// Shares the panels of one tile of rows among the threads.
+template <class Tile>
+void run_tile(const Tile& tile, const LinearArguments& layer, long threads) {
+    const long panels = tile.records.panels;
+    const double work = (double)tile.operands.rows * layer.n * layer.k;
+    parallel_ranges(ceil_div(panels, kGroupPanels), 1, work, threads, [&](long begin, long end) {
+        tile.run(begin * kGroupPanels, smaller(panels, end * kGroupPanels));
+    });
+}
+
 template <class T, class Format>
 void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
     using X = typename Format::X;
     const LinearArguments& layer = args.layer;
     const Records<Format> records(args);
     for_each_tile<X>(x, x_stride, m, layer.k, Format::kPack, threads, [&](const Operands<X>& operands) {
-        const uint8_t* packed = (const uint8_t*)layer.packed;
-        const QuantizedTile<T, Format> tile{records, packed, operands, {layer, y, operands.first}, args.half_scales != 0};
-        const double work = (double)operands.rows * layer.n * layer.k;
-        parallel_ranges(ceil_div(records.panels, kGroupPanels), 1, work, threads, [&](long begin, long end) {
-            tile.run(begin * kGroupPanels, smaller(records.panels, end * kGroupPanels));
-        });
+        using Tile = QuantizedTile<T, Format, PlainRows>;
+        const Output<T> output{layer, y, operands.first};
+        run_tile(Tile{records, (const uint8_t*)layer.packed, operands, output, args.half_scales != 0, {}}, layer, threads);
+    });
+}
+
+template <class T>
+void rounded_linear(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
+    using X = RoundedPanel::X;
+    static thread_local Scratch scratch;
+    const LinearArguments& layer = args.layer;
+    const Records<RoundedPanel> records(args);
+    const RoundedRows rows = round_rows(x, x_stride, m, layer.k, args.group, scratch, threads);
+    for_each_tile<X>(rows.integers, rows.width, m, rows.width, RoundedPanel::kPack, threads, [&](const Operands<X>& operands) {
+        using Tile = QuantizedTile<T, RoundedPanel, ScaledRows>;
+        const Output<T> output{layer, y, operands.first};
+        const ScaledRows rule{rows, operands.first};
+        run_tile(Tile{records, (const uint8_t*)layer.packed, operands, output, args.half_scales != 0, rule}, layer, threads);
     });
 }
 
 // y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
 template <class T>
 void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
-    if (args.bits == 8 && args.full_range) {
+    if (args.rounds_rows) {
+        rounded_linear(args, x, x_stride, y, m, threads);
+    } else if (args.bits == 8 && args.full_range) {
         quantized_linear<T, typename IntegerFormats<T>::FullBits8>(args, x, x_stride, y, m, threads);
     } else if (args.bits == 8) {
         quantized_linear<T, typename IntegerFormats<T>::Bits8>(args, x, x_stride, y, m, threads);

@@ -1,12 +1,11 @@
 // What a row of attention has seen of its context so far: the running maximum, sum and values of its softmax.
 #pragma once
 
-#include "parallel.h"
+#include "kv_cache.h"
 
 namespace {
 
 constexpr long kTaskRows = 32;  // that one call of a thread computes
-constexpr long kMaxDim = 256;
 
 // Softmax state of up to kTaskRows rows over a part of their context.
 struct Totals {

@@ -167,6 +167,16 @@ INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) { VEC_MAP(part_fma(a.p[
 INLINE Vec max(const Vec& a, const Vec& b) { VEC_MAP(part_max(a.p[i], b.p[i])); }
 INLINE Vec min(const Vec& a, const Vec& b) { VEC_MAP(part_min(a.p[i], b.p[i])); }
 INLINE Vec round_bf16(const Vec& a) { VEC_MAP((Part)part_round_bf16(a.p[i])); }
+INLINE Vec absolute(const Vec& a) { VEC_MAP((Part)((PartBits)a.p[i] & 0x7fffffff)); }
+
+// To the nearest integer, ties to even, for |a| < 2^22.
+INLINE Vec round_integer(const Vec& a) {
+    const Vec magic = splat(12582912.0f);
+    return (a + magic) - magic;
+}
+
+// NaN becomes `low`.
+INLINE Vec clamp(const Vec& a, int low, int high) { return min(max(a, splat((float)low)), splat((float)high)); }
 
 INLINE Vec load(const float* x) { VEC_MAP(*(const PartLoad*)(x + i * kWidth)); }
 INLINE Vec load(const Bf16* x) {

@@ -10,11 +10,12 @@ from torch import Tensor
 from kernels.backend import AttentionMetadata, AttentionParams
 from kernels.checks import check_dtype, check_last_dim_contiguous, check_metadata, check_shape
 from kernels.kv_store.cpu import cache_geometry
+from kernels.kv_store.reference import is_quantized
 from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contiguous
 
 
 class AttentionArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in native/attention.h."""
+    """Mirrors the struct of the same name in native/attention_rows.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "out", "key_cache", "value_cache")),
@@ -24,6 +25,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("dtype", "num_tokens", "num_seqs", "num_heads", "num_kv_heads")),
         *((name, ctypes.c_int64) for name in ("head_dim", "padded_dim", "num_blocks", "block_size", "window")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
+        ("quantized", ctypes.c_int64),
     ]
 
 
@@ -39,7 +41,7 @@ def attention_arguments(
         *out.stride()[:2],
         *(0, 0, DTYPES[query.dtype], num_tokens, 0, num_heads, num_kv_heads),
         *(head_dim, padded_dim, num_blocks, block_size, params.sliding_window or 0),
-        *(params.scale, params.soft_cap or 0.0),
+        *(params.scale, params.soft_cap or 0.0, is_quantized(value_cache)),
     )
 
 
@@ -60,7 +62,7 @@ def paged_attention(
     _, _, num_kv_heads, padded_dim = cache_geometry(value_cache)
     if not is_usual(metadata):
         check_metadata(metadata, num_tokens)
-    check_dtype("query", query, key_cache.dtype)
+    check_dtype("query", query, *(DTYPES if is_quantized(key_cache) else (key_cache.dtype,)))
     if num_heads % num_kv_heads or not padded_dim - LANES < head_dim <= padded_dim:
         raise ValueError(
             f"query {list(query.shape)} does not fit a cache of {num_kv_heads} heads of up to {padded_dim}"

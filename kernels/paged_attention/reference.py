@@ -1,8 +1,7 @@
 """Paged attention in plain torch: the executable definition that the fast kernels are tested against.
 
-Cache layout: [num_blocks, block_size, num_kv_heads, head_dim]. Every query row is computed by itself in
-float64 with shapes that depend on its position alone, so its bits depend neither on the batch nor on how
-the prompt was chunked.
+Cache layout: see `kernels.kv_store.reference`. Every query row is computed by itself in float64 with shapes that
+depend on its position alone, so its bits depend neither on the batch nor on how the prompt was chunked.
 """
 
 from __future__ import annotations
@@ -12,19 +11,20 @@ from torch import Tensor
 
 from kernels.backend import AttentionMetadata, AttentionParams
 from kernels.checks import check_metadata, check_shape
+from kernels.kv_store.reference import dequantize, is_quantized, row_width
 
 
 def paged_attention(
     query: Tensor,  # [num_tokens, num_heads, head_dim]
-    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, row_width]
+    value_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, row_width]
     metadata: AttentionMetadata,
     params: AttentionParams,
     out: Tensor | None = None,  # [num_tokens, num_heads, head_dim]
 ) -> Tensor:
     """Returns [num_tokens, num_heads, head_dim] in the query's dtype; rows that no sequence owns are zero."""
     num_tokens, num_heads, head_dim = query.shape
-    check_shape("key_cache", key_cache, [None, None, None, head_dim])
+    check_shape("key_cache", key_cache, [None, None, None, row_width(head_dim, key_cache.dtype)])
     check_shape("value_cache", value_cache, list(key_cache.shape))
     check_metadata(metadata, num_tokens)
     if num_heads % key_cache.shape[2]:
@@ -44,13 +44,14 @@ def paged_attention(
 
 
 def _gather(cache: Tensor, block_ids: Tensor, seq_len: int) -> Tensor:
-    """The first seq_len tokens that `block_ids` [max_blocks] name: [seq_len, num_kv_heads, head_dim].
+    """The first seq_len tokens that `block_ids` [max_blocks] name: [seq_len, num_kv_heads, head_dim], dequantised.
 
     The table may name no block any more for tokens that left the sliding window; those rows are never used.
     """
     block_size = cache.shape[1]
     blocks = block_ids[: -(-seq_len // block_size)].long().clamp(0, cache.shape[0] - 1)
-    return cache[blocks].flatten(0, 1)[:seq_len]
+    rows = cache[blocks].flatten(0, 1)[:seq_len]
+    return dequantize(rows) if is_quantized(cache) else rows
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:

@@ -118,6 +118,7 @@ class GatewaySession:
         self._link += 1
         self.num_links += 1
         self._inbox = Inbox()
+        self._origin: int | None = None  # of the scheduler at its other end, once it has said something
         self._num_sent = 1  # the Hello
         self._is_open = False  # the engine was told of the journal
         self._untold.clear()
@@ -150,6 +151,8 @@ class GatewaySession:
         if isinstance(packet.message, Unlinked):
             self._open_link()
             return
+        if not self._comes_from_the_other_end(packet):
+            return
         try:
             is_new = self._inbox.is_new(packet.number)
         except ProtocolError as error:
@@ -160,6 +163,15 @@ class GatewaySession:
             if self._inbox.num_taken % _BEAT_EVERY == 0:
                 self._send(Heartbeat(self._inbox.num_taken))
             self._handle(packet.message, now)
+
+    def _comes_from_the_other_end(self, packet: Packet) -> bool:
+        """Whether the scheduler that this link is with has sent it. A successor's first word ends the link."""
+        if self._origin is None:
+            self._origin = packet.origin
+        if packet.origin > self._origin:
+            log.warning("a new link to the scheduler: the one at the other end was replaced")
+            self._open_link()
+        return packet.origin == self._origin
 
     # -- requests -----------------------------------------------------------------------------------------------
 

@@ -16,12 +16,19 @@ class GatewayLink:
     """One link to one gateway process.
 
     send: one packet to it; False if it cannot be reached.   heard_at: seconds on the caller's clock.
-    window: packets that may be ahead of what was taken.
+    window: packets that may be ahead of what was taken.   origin: as in `Packet`.
     live, untold: by id, the gateway's requests that have not ended; streams that have, but are still being read.
     """
 
     def __init__(
-        self, send: Callable[[Packet], bool], *, gateway_id: str, link: int, now: float, window: int = WINDOW
+        self,
+        send: Callable[[Packet], bool],
+        *,
+        gateway_id: str,
+        link: int,
+        now: float,
+        origin: int = 0,
+        window: int = WINDOW,
     ) -> None:
         self.gateway_id = gateway_id
         self.link = link
@@ -30,6 +37,7 @@ class GatewayLink:
         self.live: dict[str, Request] = {}
         self.untold: dict[str, Request] = {}
         self._send_packet = send
+        self._origin = origin
         self._window = window
         self._inbox = Inbox()
         self._num_sent = 0
@@ -81,7 +89,8 @@ class GatewayLink:
         return self._num_sent - self._num_acknowledged < self._window
 
     def _send(self, message: object) -> None:
-        self.is_reachable = self._send_packet(Packet(self.link, self._num_sent, message)) and self.is_reachable
+        packet = Packet(self.link, self._num_sent, message, self._origin)
+        self.is_reachable = self._send_packet(packet) and self.is_reachable
         self._num_sent += 1
 
 

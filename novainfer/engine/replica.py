@@ -75,7 +75,7 @@ class Replica:
         self._executor = executor
         self._links = links
         self._number = number
-        self._epoch = epoch
+        self._epoch = self._origin = epoch
         self._window = window
         self._engine: EngineCore | None = None
         self._has_workers = False
@@ -166,7 +166,7 @@ class Replica:
         if isinstance(message, Hello) and packet.number == 0:
             self._greet(identity, packet.link, message, now)
         elif gateway is None or gateway.link != packet.link:
-            self._links.to_gateway(identity, Packet(packet.link, 0, Unlinked(self._epoch)))
+            self._links.to_gateway(identity, Packet(packet.link, 0, Unlinked(self._epoch), self._origin))
         else:
             try:
                 if gateway.is_new(packet, now):
@@ -174,7 +174,7 @@ class Replica:
             except ProtocolError as error:
                 logger.warning("the link to %s has ended: %s", gateway.gateway_id, error)
                 self._unlink(identity)
-                self._links.to_gateway(identity, Packet(packet.link, 0, Unlinked(self._epoch)))
+                self._links.to_gateway(identity, Packet(packet.link, 0, Unlinked(self._epoch), self._origin))
 
     def _obey_gateway(self, identity: bytes, gateway: GatewayLink, message: object, now: float) -> None:
         engine = self._engine
@@ -215,6 +215,7 @@ class Replica:
             gateway_id=hello.gateway_id,
             link=link,
             now=now,
+            origin=self._origin,
             window=self._window,
         )
         gateway.is_new(Packet(link, 0, hello), now)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from novainfer.checkpoint import check_model, resolve_checkpoint
-from novainfer.config import ServeConfig, check
+from novainfer.checkpoint import check_model, read_json, resolve_checkpoint
+from novainfer.config import MIB, ServeConfig, check
 from novainfer.entrypoints.options import resolve
 from novainfer.entrypoints.serve import held_port
 from novainfer.errors import ConfigError
@@ -128,11 +128,13 @@ def processor(config: ServeConfig) -> Verdict:
 
 
 def memory(config: ServeConfig) -> Verdict:
-    """Main memory against the size of the weights."""
+    """Main memory against the size of the weights, and what a token of context takes beside them."""
     psutil = importlib.import_module("psutil")
     free = psutil.virtual_memory().available
     weights = _weights_bytes(config)
     finding = f"{free / _GIB:.1f} GiB available, the weights have {weights / _GIB:.2f} GiB"
+    if per_token := _kv_token_bytes(config):
+        finding += f", 1000 tokens of the KV cache about {1000 * per_token / MIB:.1f} MiB"
     is_quantized = config.model.quantization != "none"  # then at most half of 16 bits, but for the embedding
     if weights > free * (2 if is_quantized else 1):
         fix = "free memory, or choose a smaller model or type (--dtype bfloat16, --quantization int8)"
@@ -197,6 +199,23 @@ def _weights_bytes(config: ServeConfig) -> int:
     except ConfigError:
         return 0  # `model` reports it
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _kv_token_bytes(config: ServeConfig) -> int:
+    """What keys and values of a token take over all ranks; 0 where the checkpoint does not tell."""
+    try:
+        folder = resolve_checkpoint(config.model.model, revision=config.model.revision)
+        data = read_json(folder / "config.json")
+        sizes = data | data.get("text_config", {})
+        heads = sizes["num_attention_heads"]
+        dim = int(sizes.get("head_dim") or sizes["hidden_size"] // heads)
+        vectors = 2 * int(sizes["num_hidden_layers"]) * int(sizes.get("num_key_value_heads") or heads)
+    except (ConfigError, KeyError, TypeError):
+        return 0  # `model` reports what is wrong with it; some have heads for each layer
+    if config.cache.kv_cache_dtype == "int8":
+        return vectors * (dim + 4)  # a scale in float32 for each
+    dtype = config.model.dtype if config.model.dtype != "auto" else sizes.get("dtype") or sizes.get("torch_dtype")
+    return vectors * dim * (2 if dtype in ("float16", "bfloat16") else 4)
 
 
 def _isa() -> list[str]:

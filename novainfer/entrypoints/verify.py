@@ -118,6 +118,7 @@ def _options(receipt: Receipt, mode: Mode, arguments: argparse.Namespace) -> dic
     options: dict[str, Any] = {
         "dtype": mode.dtype,
         "quantization": mode.asked_quantization,
+        "kv_cache_dtype": mode.kv_cache_dtype,
         "model_backend": mode.model_backend,
         "max_model_len": receipt.max_model_len,
         # Room for one sequence of the full length: what does not fit beside another waits, and comes out the same.

@@ -12,28 +12,33 @@ from novainfer.protocol.messages import GATEWAY_SCHEMA
 WINDOW = 4096  # packets that a scheduler may be ahead of what a gateway has taken
 BEAT_SECONDS = 0.25  # so often each side says something
 
-_HEADER = struct.Struct("<QQ")
+_HEADER = struct.Struct("<QQQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """One record of GATEWAY_SCHEMA, the link it belongs to, and its number there."""
+    """One record of GATEWAY_SCHEMA, the link it belongs to, and its number there.
+
+    origin: of a scheduler's packets, the epoch in which its process began. One link's Hello may reach two schedulers,
+    the second time when the first one is dead; numbers alone would not tell whose packet it is. 0 from a gateway.
+    """
 
     link: int
     number: int
     message: object
+    origin: int = 0
 
     def frames(self) -> list[bytes]:
         """For the wire."""
-        return [_HEADER.pack(self.link, self.number), GATEWAY_SCHEMA.encode(self.message)]
+        return [_HEADER.pack(self.link, self.number, self.origin), GATEWAY_SCHEMA.encode(self.message)]
 
     @classmethod
     def of(cls, frames: Sequence[bytes]) -> Packet:
         """Raises `ProtocolError` for what is no packet."""
         if len(frames) != 2 or len(frames[0]) != _HEADER.size:
-            raise ProtocolError("a packet is a header of 16 bytes and a record")
-        link, number = _HEADER.unpack(frames[0])
-        return cls(link, number, GATEWAY_SCHEMA.decode(frames[1]))
+            raise ProtocolError("a packet is a header of 24 bytes and a record")
+        link, number, origin = _HEADER.unpack(frames[0])
+        return cls(link, number, GATEWAY_SCHEMA.decode(frames[1]), origin)
 
 
 def packets_in(frames: Sequence[bytes]) -> Iterator[Packet]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from novainfer.engine.replica import ReplicaLinks
 from novainfer.protocol.link import Packet
-from novainfer.protocol.messages import GATEWAY_SCHEMA
 from novainfer.protocol.step import WORKER_SCHEMA
 from novainfer.protocol.supervision import ROLE_WORKER, ChildFault
 from novainfer.sim.gateways import SimGateway
@@ -170,7 +169,7 @@ class Cluster:
 def _copy_packet(message: object) -> object:
     if not isinstance(message, Packet):
         return message
-    return Packet(message.link, message.number, GATEWAY_SCHEMA.decode(GATEWAY_SCHEMA.encode(message.message)))
+    return Packet.of(message.frames())
 
 
 def _copy_step(message: object) -> object:

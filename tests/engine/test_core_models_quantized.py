@@ -50,7 +50,7 @@ class OneTensor:
         return self._weight[index]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3", "float32"), ("gemma2", "bfloat16"), ("qwen3_moe", "bfloat16")])
 def test_model_given_any_batch_and_chunking_when_decoded_then_logprobs_have_the_same_bits(
     name: str, dtype: str, quantization: str, tmp_path: Path

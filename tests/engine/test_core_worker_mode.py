@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,12 @@ CPU = torch.device("cpu")
 
 
 def mode(
-    folder: Path, kernels: KernelBackend, *, dtype: str = "float32", quantization: str = "none", block_size: int = 16
+    folder: Path, kernels: KernelBackend, *, dtype: str = "float32", quantization: str = "none", **cache: Any
 ) -> str:
     tp = TensorParallel.single()
     config = ServeConfig(
         model=ModelConfig(model=str(folder), dtype=dtype, quantization=quantization),
-        cache=CacheConfig(block_size=block_size),
+        cache=CacheConfig(**cache),
     )
     model = load_model(config.model, tp=tp, kernels=kernels, device=CPU)
     return str(find_mode(config, kernels, model, tp, CPU))
@@ -40,6 +41,8 @@ def test_a_native_decoder_when_all_kernels_are_native_then_exact_else_not(tmp_pa
     assert mode(folder, native) == "cpu portable cpu/native float32 tp1 exact"
     assert mode(folder, native, dtype="bfloat16") == "cpu portable cpu/native bfloat16 tp1 exact"
     assert mode(folder, native, quantization="int8") == "cpu portable cpu/native float32 int8 tp1 exact"
+    kv_int8 = mode(folder, native, dtype="bfloat16", quantization="int8", kv_cache_dtype="int8")
+    assert kv_int8 == "cpu portable cpu/native bfloat16 int8 kv-int8 tp1 exact"
     assert mode(folder, native, block_size=10) == "cpu portable cpu/native float32 tp1 best-effort"
     assert mode(folder, fallback) == f"cpu {torch_isa} cpu/native float32 tp1 best-effort"
     assert mode(folder, ReferenceBackend()) == f"cpu {torch_isa} reference/native float32 tp1 best-effort"

@@ -1,6 +1,7 @@
 """The exactness matrix: the same requests under every circumstance that must not matter, compared bit for bit.
 
-`python -m tests.exactness.matrix --pairs 5000 [--model DIR] [--dtype float32] [--quantization int8]`
+`python -m tests.exactness.matrix --pairs 5000 [--model DIR] [--dtype float32] [--quantization int8]
+[--kv-cache-dtype int8]`
 
 A *case* is a request. Its *reference* is what it gives alone: one row, the whole prompt in one chunk, no cache, one
 step in flight, on fresh workers. A *circumstance* is everything else: company, arrival, chunk size, block size, cache,
@@ -57,11 +58,14 @@ class Circumstance:
     losses: int = 0  # how often the workers are lost
     speculation: str = "none"
 
-    def config(self, model: str, dtype: str, quantization: str = "none") -> ServeConfig:
+    def config(self, model: str, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> ServeConfig:
         return ServeConfig(
             model=ModelConfig(model=model, dtype=dtype, quantization=quantization, max_model_len=MAX_MODEL_LEN),
             cache=CacheConfig(
-                block_size=self.block_size, num_blocks=self.num_blocks, enable_prefix_caching=self.prefix_caching
+                block_size=self.block_size,
+                num_blocks=self.num_blocks,
+                kv_cache_dtype=kv_cache_dtype,
+                enable_prefix_caching=self.prefix_caching,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -140,17 +144,17 @@ def draw_circumstance(rng: random.Random) -> Circumstance:
 class Runner:
     """Requests through scheduler and workers in this process; `model` is a folder or 'demo'."""
 
-    def __init__(self, model: str, dtype: str, quantization: str = "none") -> None:
-        self._weights = (model, dtype, quantization)
+    def __init__(self, model: str, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> None:
+        self._types = (model, dtype, quantization, kv_cache_dtype)
 
     def vocab_size(self) -> int:
-        executor = LocalExecutor(Circumstance().config(*self._weights))
+        executor = LocalExecutor(Circumstance().config(*self._types))
         executor.close()
         return executor.info.vocab_size
 
     def run(self, requests: Sequence[AddRequest], how: Circumstance, rng: random.Random) -> tuple[Answers, EngineCore]:
         """Run all to their ends; answers of resumed requests begin after what was emitted."""
-        config = how.config(*self._weights)
+        config = how.config(*self._types)
         engine = EngineCore(LocalExecutor(config), config)
         return self.drive(engine, requests, how, rng), engine
 
@@ -158,7 +162,7 @@ class Runner:
         self, engine: EngineCore, requests: Sequence[AddRequest], how: Circumstance, rng: random.Random
     ) -> Answers:
         """The same on an engine that is there."""
-        config = how.config(*self._weights)
+        config = how.config(*self._types)
         answers: Answers = {(r.request_id, c): Answer() for r in requests for c in range(r.params.n)}
         waiting = list(requests)
         loss_steps = sorted(rng.randint(1, 60) for _ in range(how.losses))
@@ -249,12 +253,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="checkpoint folder, or 'demo'")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
+    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4", "w8a8"))
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8"))
     parser.add_argument("--pairs", type=int, default=5000, help="(case, circumstance) pairs, about")
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    runner = Runner(options.model, options.dtype, options.quantization)
+    runner = Runner(options.model, options.dtype, options.quantization, options.kv_cache_dtype)
     cases = make_cases(options.cases, runner.vocab_size(), options.seed)
     references = runner.references(cases)
     rng = random.Random(options.seed)
@@ -266,8 +271,8 @@ def main() -> int:
             print(line, flush=True)
         pairs += len(cases)
         num_differences += len(differences)
-    weights = f"{options.dtype}, quantization {options.quantization}"
-    print(f"{pairs} pairs, {num_differences} differences (torch {torch.__version__}, {weights})")
+    types = f"{options.dtype}, quantization {options.quantization}, KV cache {options.kv_cache_dtype}"
+    print(f"{pairs} pairs, {num_differences} differences (torch {torch.__version__}, {types})")
     return 1 if num_differences else 0
 
 

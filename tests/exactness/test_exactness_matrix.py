@@ -19,13 +19,22 @@ NUM_CIRCUMSTANCES = 8
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"),
-    [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "int4")],
+    ("dtype", "quantization", "kv_cache_dtype"),
+    [
+        ("float32", "none", "auto"),
+        ("bfloat16", "none", "auto"),
+        ("float32", "int8", "auto"),
+        ("bfloat16", "int8", "auto"),
+        ("bfloat16", "int4", "auto"),
+        ("bfloat16", "w8a8", "auto"),
+        ("float32", "none", "int8"),
+        ("bfloat16", "int8", "int8"),
+    ],
 )
 def test_given_requests_over_all_features_when_circumstances_vary_then_every_bit_is_the_same(
-    dtype: str, quantization: str
+    dtype: str, quantization: str, kv_cache_dtype: str
 ) -> None:
-    runner = Runner("demo", dtype, quantization)
+    runner = Runner("demo", dtype, quantization, kv_cache_dtype)
     cases = make_cases(NUM_CASES, runner.vocab_size(), SEED)
     references = runner.references(cases)
     rng = random.Random(SEED)

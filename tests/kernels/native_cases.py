@@ -9,10 +9,12 @@ from torch import Tensor
 
 from kernels.backend import AttentionMetadata, AttentionParams
 from kernels.cpu_backend import CpuBackend
+from kernels.kv_store.reference import is_quantized, quantize
 from kernels.native.build import supported_isas
 
 ISAS = supported_isas()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CACHE_DTYPES = (None, torch.int8)
 CPU = torch.device("cpu")
 # Largest relative error (Frobenius norm) against float64 on the same inputs, output rounding included.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
@@ -28,6 +30,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
+def poison(cache: Tensor) -> None:
+    """Fill it with NaN: with bytes of ones, a quantised one's integers are not zero and its scales NaN."""
+    cache.fill_(-1 if is_quantized(cache) else float("nan"))
+
+
 @dataclass(frozen=True)
 class Heads:
     """The shape of one attention layer."""
@@ -41,7 +48,15 @@ class Heads:
 class PagedContext:
     """One sequence with random keys, values and queries, stored in shuffled blocks of caches poisoned with NaN."""
 
-    def __init__(self, backend: CpuBackend, heads: Heads, length: int, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(
+        self,
+        backend: CpuBackend,
+        heads: Heads,
+        length: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         num_heads = heads.group * heads.num_kv_heads
         self.backend = backend
@@ -54,15 +69,16 @@ class PagedContext:
         self.block_table = torch.full((1, num_blocks + 2), -1, dtype=torch.int32)
         self.block_table[0, :num_blocks] = torch.randperm(num_blocks + 3, generator=generator)[:num_blocks]
         self.caches = backend.allocate_kv_cache(
-            num_blocks + 3, heads.block_size, heads.num_kv_heads, heads.head_dim, dtype, CPU
+            num_blocks + 3, heads.block_size, heads.num_kv_heads, heads.head_dim, dtype, CPU, cache_dtype
         )
         for cache in self.caches:
-            cache.fill_(float("nan"))
-        positions = torch.arange(length)
-        slots = (
-            self.block_table[0, positions // heads.block_size].long() * heads.block_size + positions % heads.block_size
-        )
-        backend.store_kv(self.key, self.value, *self.caches, slots)
+            poison(cache)
+        backend.store_kv(self.key, self.value, *self.caches, self.slots(torch.arange(length)))
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Where tokens lie: positions [n] -> [n] int64."""
+        size = self.heads.block_size
+        return self.block_table[0, positions // size].long() * size + positions % size
 
     def attend(self, params: AttentionParams, start: int = 0, stop: int | None = None) -> Tensor:
         """The queries at positions [start, stop) as one step: [stop - start, num_heads, head_dim]."""
@@ -79,9 +95,10 @@ class PagedContext:
         return self.backend.paged_attention(self.query[start:stop], *self.caches, metadata, params, out)
 
     def expected(self, params: AttentionParams) -> Tensor:
-        """All rows in float64 with a dense mask: [length, num_heads, head_dim]."""
+        """All rows in float64, over what the cache stands for, with a dense mask: [length, num_heads, head_dim]."""
         query = self.query.double().unflatten(1, (self.heads.num_kv_heads, self.heads.group))
-        scores = torch.einsum("qhgd,khd->hgqk", query, self.key.double()) * params.scale
+        key, value = (self._as_cached(x) for x in (self.key, self.value))
+        scores = torch.einsum("qhgd,khd->hgqk", query, key) * params.scale
         if params.soft_cap is not None:
             scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
         distance = torch.arange(self.length)[:, None] - torch.arange(self.length)[None, :]
@@ -89,4 +106,11 @@ class PagedContext:
         if params.sliding_window is not None:
             hidden |= distance >= params.sliding_window
         probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        return torch.einsum("hgqk,khd->qhgd", probabilities, self.value.double()).flatten(1, 2)
+        return torch.einsum("hgqk,khd->qhgd", probabilities, value).flatten(1, 2)
+
+    def _as_cached(self, x: Tensor) -> Tensor:
+        """Keys or values in float64, rounded to integers where the caches are quantised."""
+        if not is_quantized(self.caches[0]):
+            return x.double()
+        integers, scales = quantize(x)
+        return integers.double() * scales.double()

@@ -9,7 +9,17 @@ import torch
 
 from kernels.backend import AttentionMetadata, AttentionParams
 from kernels.cpu_backend import CpuBackend
-from tests.kernels.native_cases import CPU, DTYPES, ISAS, TOLERANCE, Heads, PagedContext, relative_error, same_bits
+from tests.kernels.native_cases import (
+    CACHE_DTYPES,
+    CPU,
+    DTYPES,
+    ISAS,
+    TOLERANCE,
+    Heads,
+    PagedContext,
+    relative_error,
+    same_bits,
+)
 
 pytestmark = pytest.mark.stage0
 
@@ -29,14 +39,15 @@ def _params(heads: Heads, window: int | None, soft_cap: float | None) -> Attenti
     return AttentionParams(1 / math.sqrt(heads.head_dim), window, soft_cap)
 
 
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"dim{case[0].head_dim}")
 @pytest.mark.parametrize("isa", ISAS)
 def test_poisoned_cache_when_prompt_is_cut_anyhow_then_near_float64_with_the_same_bits(
-    isa: str, case: tuple[Heads, int | None, float | None], dtype: torch.dtype
+    isa: str, case: tuple[Heads, int | None, float | None], dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> None:
     heads, params = case[0], _params(*case)
-    context = PagedContext(CpuBackend(isa), heads, LENGTHS[-1], dtype)
+    context = PagedContext(CpuBackend(isa), heads, LENGTHS[-1], dtype, cache_dtype=cache_dtype)
     whole = context.attend(params)
     assert relative_error(whole, context.expected(params)) < TOLERANCE[dtype]
     for length in LENGTHS:
@@ -48,10 +59,13 @@ def test_poisoned_cache_when_prompt_is_cut_anyhow_then_near_float64_with_the_sam
         assert same_bits(torch.cat(parts), whole), f"chunks of {size}"
 
 
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
-def test_context_of_several_segments_when_decoded_on_any_number_of_threads_then_prefill_bits(isa: str) -> None:
+def test_context_of_several_segments_when_decoded_on_any_number_of_threads_then_prefill_bits(
+    isa: str, cache_dtype: torch.dtype | None
+) -> None:
     heads = Heads(head_dim=32, group=2, num_kv_heads=1)
-    context = PagedContext(CpuBackend(isa), heads, 1200, torch.bfloat16)
+    context = PagedContext(CpuBackend(isa), heads, 1200, torch.bfloat16, cache_dtype=cache_dtype)
     threads = torch.get_num_threads()
     for params in (_params(heads, None, None), _params(heads, 700, None)):
         whole = context.attend(params)
@@ -65,13 +79,18 @@ def test_context_of_several_segments_when_decoded_on_any_number_of_threads_then_
             torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
-def test_mixed_batch_with_padding_when_attended_then_each_sequence_as_alone(isa: str) -> None:
+def test_mixed_batch_with_padding_when_attended_then_each_sequence_as_alone(
+    isa: str, cache_dtype: torch.dtype | None
+) -> None:
     backend, heads = CpuBackend(isa), Heads(head_dim=64, group=4)
     params = _params(heads, None, None)
     lengths, queries = (100, 17, 0, 65, 333), (1, 1, 2, 65, 40)
     alone = [
-        PagedContext(backend, heads, length, torch.bfloat16, seed) for seed, length in enumerate(lengths) if length
+        PagedContext(backend, heads, length, torch.bfloat16, seed, cache_dtype)
+        for seed, length in enumerate(lengths)
+        if length
     ]
     caches = [torch.cat(parts) for parts in zip(*(context.caches for context in alone), strict=True)]
     tables, first_block = [], 0

@@ -14,7 +14,6 @@ import pytest
 
 import gateway.sse as sse_module
 from novainfer.checkpoint import model_digest
-from novainfer.protocol.messages import TokenOutput
 from novainfer.receipt import Receipt, token_hash
 from novainfer.text.tokenizer import Tokenizer
 from tests.fakes import oracle_tokens
@@ -140,8 +139,7 @@ def test_given_an_answer_that_failed_when_streamed_then_the_error_is_its_end(pai
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
         next(lines)
         request_id = pair.scheduler.added[0].request_id
-        failure = TokenOutput(request_id, 0, 2, [], "error", error="broken")
-        pair.scheduler.run_in_thread(lambda: pair.scheduler.fail(failure))
+        pair.scheduler.run_in_thread(lambda: pair.scheduler.fail(request_id, "broken"))
         rest = [json.loads(line[6:]) for line in lines]
     assert rest[-1]["error"]["message"] == "broken"
     assert not any("receipt" in event for event in rest)

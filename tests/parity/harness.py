@@ -82,7 +82,14 @@ def transformers_greedy(folder: Path, prompts: list[list[int]], num_tokens: int)
 class PagedSession:
     """Drives a model as a scheduler would: decodes first, then prefill chunks, under one token budget."""
 
-    def __init__(self, model: CausalLM, kernels: KernelBackend, prompts: list[list[int]], num_tokens: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kernels: KernelBackend,
+        prompts: list[list[int]],
+        num_tokens: int,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         spec = model.spec
         self._model = model
         self._tokens = [list(prompt) for prompt in prompts]
@@ -94,10 +101,8 @@ class PagedSession:
         num_blocks = blocks_each * len(prompts)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).to(torch.int32)
         self._block_table = shuffled.view(len(prompts), blocks_each)
-        self._caches = [
-            kernels.allocate_kv_cache(num_blocks, BLOCK_SIZE, model.num_local_kv_heads, spec.head_dim, spec.dtype, CPU)
-            for _ in range(spec.num_layers)
-        ]
+        sizes = (num_blocks, BLOCK_SIZE, model.num_local_kv_heads, spec.head_dim)
+        self._caches = [kernels.allocate_kv_cache(*sizes, spec.dtype, CPU, cache_dtype) for _ in range(spec.num_layers)]
 
     def run(self, budget: int) -> Generation:
         """Decode greedily until every sequence has its tokens; each step computes at most `budget` tokens."""
@@ -157,10 +162,15 @@ class PagedSession:
 
 
 def paged_greedy(
-    model: CausalLM, kernels: KernelBackend, prompts: list[list[int]], num_tokens: int, budget: int = 24
+    model: CausalLM,
+    kernels: KernelBackend,
+    prompts: list[list[int]],
+    num_tokens: int,
+    budget: int = 24,
+    cache_dtype: torch.dtype | None = None,
 ) -> Generation:
     """Our answer."""
-    return PagedSession(model, kernels, prompts, num_tokens).run(budget)
+    return PagedSession(model, kernels, prompts, num_tokens, cache_dtype).run(budget)
 
 
 def largest_difference(ours: Generation, theirs: Generation) -> float:

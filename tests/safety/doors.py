@@ -52,7 +52,7 @@ from tests.safety.table import (
 )
 from tests.servers import RunningServer
 
-_HEADER = struct.Struct("<QQ")  # of a packet: link, number
+_HEADER = struct.Struct("<QQQ")  # of a packet: link, number, origin
 
 PATHS = {CHAT: "/v1/chat/completions", "text": "/v1/completions"}
 JSON = {"content-type": "application/json"}
@@ -229,9 +229,13 @@ class SchedulerDoor:
         self.ended: dict[str, list[str]] = {}  # the reasons of a request's choices
         self.rejected: dict[str, RequestRejected] = {}
         self.stats: EngineStats | None = None
-        self.relink()
 
     def __enter__(self) -> SchedulerDoor:
+        try:
+            self.relink()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -244,7 +248,7 @@ class SchedulerDoor:
 
     def send_frame(self, frame: bytes) -> None:
         """Any bytes as the next packet. One that is no record is dropped, and its number is still to come."""
-        self._socket.send_multipart([_HEADER.pack(self._link, self._num_sent), frame])
+        self._socket.send_multipart([_HEADER.pack(self._link, self._num_sent, 0), frame])
         self._num_sent += is_record(GATEWAY_SCHEMA, frame)
 
     def relink(self) -> None:

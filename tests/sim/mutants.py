@@ -77,6 +77,11 @@ def inbox_sees_no_gap(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant
+def a_successor_may_go_on_with_the_link(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, GatewaySession, "_comes_from_the_other_end", lambda original, self, packet: True)
+
+
+@mutant
 def held_outputs_are_lost(patch: pytest.MonkeyPatch) -> None:
     def messages(original: Any, self: _Held) -> list[object]:
         self._batch = None

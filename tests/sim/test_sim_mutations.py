@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.stage1]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
     "inbox_sees_no_gap": (SAFETY, 53),
+    "a_successor_may_go_on_with_the_link": (LIVENESS, 419476),
     "held_outputs_are_lost": (LIVENESS, 0),
     "held_state_of_the_engine_goes_before_held_outputs": (LIVENESS, 35),
     "beats_wait_for_credit": (LIVENESS, 26),

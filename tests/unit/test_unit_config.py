@@ -46,6 +46,9 @@ def test_given_quantisation_when_checked_with_gpus_then_it_is_refused() -> None:
     check(build_config({"quantization": "int8", "device": "cpu"}))
     with pytest.raises(ConfigError, match="--quantization int4 runs on CPUs only so far"):
         check(build_config({"quantization": "int4", "device": "cuda"}))
+    check(build_config({"kv_cache_dtype": "int8", "device": "cpu"}))
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 runs on CPUs only so far"):
+        check(build_config({"kv_cache_dtype": "int8", "device": "cuda"}))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""What the doctor says of installed packages."""
+"""What the doctor says of installed packages and of memory."""
 
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 
-from novainfer.config import ServeConfig
+from novainfer.config import MIB, ServeConfig
 from novainfer.entrypoints import doctor
+from novainfer.entrypoints.options import build_config
 
 pytestmark = pytest.mark.unit
 
@@ -43,3 +45,18 @@ def test_a_checkout_that_is_not_installed_when_the_doctor_looks_then_it_only_war
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
     assert doctor.packages(ServeConfig()).status == doctor.WARN
+
+
+def test_the_kv_cache_when_the_doctor_looks_at_memory_then_it_tells_what_tokens_take() -> None:
+    vectors = 2 * 6 * 2  # keys and values, layers, heads
+    for dtype, kv_cache_dtype, width in (("auto", "auto", 128), ("float32", "auto", 256), ("auto", "int8", 68)):
+        config = build_config({"dtype": dtype, "kv_cache_dtype": kv_cache_dtype})
+        expected = f"1000 tokens of the KV cache about {1000 * vectors * width / MIB:.1f} MiB"
+        assert doctor.memory(config).finding.endswith(expected)
+
+
+def test_a_checkpoint_that_does_not_tell_its_sizes_when_the_doctor_looks_at_memory_then_it_says_nothing_of_tokens(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    assert "tokens" not in doctor.memory(build_config({"model": str(tmp_path)})).finding

@@ -67,7 +67,7 @@ def test_given_a_gap_when_taken_then_it_is_an_error_and_nothing_counts_as_taken(
 
 
 def test_given_a_packet_when_it_goes_over_the_wire_then_it_comes_back_equal() -> None:
-    packet = Packet(2**60, 7, Heartbeat(3))
+    packet = Packet(2**60, 7, Heartbeat(3), 2**61)
     assert Packet.of(packet.frames()) == packet
 
 
@@ -82,7 +82,7 @@ def test_given_several_packets_in_one_message_when_one_is_broken_then_those_befo
             next(broken)
 
 
-@pytest.mark.parametrize("frames", [[], [b"x" * 16], [b"x" * 15, b""], [b"x" * 16, b"\xc1"], [b"x" * 16, b"", b""]])
+@pytest.mark.parametrize("frames", [[], [b"x" * 24], [b"x" * 23, b""], [b"x" * 24, b"\xc1"], [b"x" * 24, b"", b""]])
 def test_given_what_is_no_packet_when_read_then_it_is_a_protocol_error(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
         Packet.of(frames)
@@ -226,8 +226,10 @@ class Gateway:
         self.stream = Stream()
         self._number = 0
 
-    def hear(self, item: object, *, link: int = 10, number: int | None = None, now: float = 0.0) -> None:
-        self.session.take(Packet(link, self._number if number is None else number, item), now)
+    def hear(
+        self, item: object, *, link: int = 10, number: int | None = None, origin: int = 0, now: float = 0.0
+    ) -> None:
+        self.session.take(Packet(link, self._number if number is None else number, item, origin), now)
         self._number += number is None
 
     def sent(self) -> list[Packet]:
@@ -291,6 +293,23 @@ def test_given_a_scheduler_that_does_not_know_us_when_it_says_so_then_the_next_l
     gateway.hear(Unlinked(2), number=0)
     assert gateway.sent() == [Packet(11, 0, Hello("g"))]
     assert gateway.session.num_links == 2
+
+
+def test_given_a_hello_that_two_schedulers_got_when_the_second_answers_then_the_next_link_opens() -> None:
+    """The first one died after its answer: its packets and its successor's have the same link and the same numbers."""
+    gateway = Gateway()
+    gateway.session.beat(0.0)
+    gateway.session.beat(0.25)
+    gateway.hear(EngineInfo(epoch=2, ready=False), number=0, origin=2)
+    gateway.sent()
+    gateway.hear(EngineInfo(epoch=3, ready=True, vocab_size=9), number=0, origin=3)
+    assert gateway.sent() == [Packet(11, 0, Hello("g"))]
+    gateway.hear(STATS, number=1, origin=2)
+    gateway.hear(EngineInfo(epoch=3, ready=True, vocab_size=9), link=11, number=0, origin=3)
+    assert gateway.session.is_ready(0.0)
+    gateway.hear(EngineInfo(epoch=2, ready=False), link=11, number=1, origin=2)  # late, from the dead one
+    assert gateway.session.is_ready(0.0)
+    assert gateway.sent() == []
 
 
 def test_given_packets_of_an_older_link_when_they_come_late_then_they_only_show_that_somebody_lives() -> None:

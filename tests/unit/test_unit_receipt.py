@@ -155,11 +155,18 @@ def test_a_mode_when_written_and_parsed_then_it_is_equal_and_nothing_else_is_one
     quantised = MODE.replace("bfloat16", "bfloat16 int8")
     assert str(Mode.parse(quantised)) == quantised
     assert (Mode.parse(quantised).quantization, Mode.parse(MODE).quantization) == ("int8", "none")
+    for types, quantization in (("bfloat16 kv-int8", "none"), ("bfloat16 gptq-int4 kv-int8", "gptq-int4")):
+        parsed = Mode.parse(MODE.replace("bfloat16", types))
+        assert str(parsed) == MODE.replace("bfloat16", types)
+        assert (parsed.quantization, parsed.kv_cache_dtype) == (quantization, "int8")
+    assert Mode.parse(MODE).kv_cache_dtype == "auto"
     unknown = MODE.replace("bfloat16", "bfloat16 int3")
     for wrong in (
         "",
         MODE + " ",
         unknown,
+        MODE.replace("bfloat16", "bfloat16 kv-int4"),
+        MODE.replace("bfloat16", "bfloat16 kv-int8 int8"),
         MODE.replace("tp1", "tp0"),
         MODE.replace("exact", "sure"),
         MODE.replace("/", ""),

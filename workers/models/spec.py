@@ -15,7 +15,7 @@ class ModelSpec:
     """The sizes that the worker runtime needs of any model."""
 
     architecture: str  # the config's model_type
-    dtype: torch.dtype  # of weights, activations and KV cache
+    dtype: torch.dtype  # of weights, activations, keys and values
     vocab_size: int  # width of the logits
     hidden_size: int
     num_heads: int

@@ -1,0 +1,310 @@
+// Rows of attention over the paged cache: what one call of a thread computes; see attention.h.
+//
+// A "row" is one query token of one head. Rows that share a key/value head are worked on together: token-major, then head.
+#pragma once
+
+#include "linear.h"
+#include "totals.h"
+
+// Mirrored by `kernels.paged_attention.cpu.AttentionArguments`. Strides count elements.
+struct AttentionArguments {
+    const void* query;                         // [num_tokens, num_heads, head_dim]
+    void* out;                                 // the same
+    const void *key_cache, *value_cache;       // see kv_cache.h
+    const int32_t* query_start_loc;            // [num_seqs + 1]
+    const int32_t* seq_lens;                   // [num_seqs]
+    const int32_t* block_table;                // [num_seqs, table_stride]
+    int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride, table_stride, table_width;
+    int64_t dtype, num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, padded_dim, num_blocks, block_size;
+    int64_t window;                            // 0 = none
+    float scale, soft_cap;                     // soft_cap 0 = none
+    int64_t quantized;                         // whether the caches are IntegerCache
+};
+
+namespace {
+
+constexpr long kChunk = 64, kChunkPanels = kChunk / kLanes;
+constexpr long kSegment = 512;
+constexpr int kTileQueries = kWidth == 16 ? 8 : 4;  // rows that share a pass over the keys
+
+// Rows of one sequence and one key/value head that one call of a thread computes.
+struct AttentionTask {
+    int32_t seq, first_row, rows;
+};
+
+template <class Stored>
+struct Chunk {
+    long start;                        // position of its first token
+    long first_panel, end_panel;       // those that some row of the task sees
+    const Stored* key[kChunkPanels];   // their first steps; null outside first_panel .. end_panel
+    const Stored* value[kChunkPanels];
+    const Stored* next[kChunkPanels];  // where a cache asks ahead: the keys that are read after these values
+};
+
+template <class Cache>
+struct TaskRows {
+    using T = typename Cache::T;
+    using Format = typename Cache::Format;
+    using Stored = typename Format::T;
+    using X = typename Format::X;
+    static constexpr long kPack = Format::kPack, kStepBytes = kLanes * kPack * sizeof(Stored);
+
+    const AttentionArguments& args;
+    const AttentionTask& task;
+    const long kv_head;
+    long seen_begin, seen_end;                      // positions that some row sees
+    long begin[kTaskRows], end[kTaskRows];          // positions that each row sees
+    alignas(64) X query[kTaskRows * kMaxDim];       // [rows, padded_dim]
+    Vec sums[kTaskRows];                            // of the segment in progress, lane by lane
+
+    TaskRows(const AttentionArguments& arguments, const AttentionTask& its_task, long head)
+        : args(arguments), task(its_task), kv_head(head) {
+        const long group = args.num_heads / args.num_kv_heads;
+        const long first_token = args.query_start_loc[task.seq], tokens = args.query_start_loc[task.seq + 1] - first_token;
+        seen_begin = args.seq_lens[task.seq];
+        seen_end = 0;
+        for (long r = 0; r < task.rows; r++) {
+            const long token = (task.first_row + r) / group;
+            end[r] = args.seq_lens[task.seq] - tokens + token + 1;
+            begin[r] = args.window > 0 ? larger(0, end[r] - args.window) : 0;
+            seen_begin = smaller(seen_begin, begin[r]);
+            seen_end = larger(seen_end, end[r]);
+            const T* from = (const T*)args.query + (first_token + token) * args.query_token_stride;
+            from += query_head(r) * args.query_head_stride;
+            to_operand(from, args.head_dim, query + r * args.padded_dim, args.padded_dim);
+        }
+    }
+
+    long query_head(long r) const {
+        const long group = args.num_heads / args.num_kv_heads;
+        return kv_head * group + (task.first_row + r) % group;
+    }
+
+    void write(const Totals& total) const {
+        const long group = args.num_heads / args.num_kv_heads;
+        for (long r = 0; r < task.rows; r++) {
+            const long token = args.query_start_loc[task.seq] + (task.first_row + r) / group;
+            T* to = (T*)args.out + token * args.out_token_stride + query_head(r) * args.out_head_stride;
+            const Vec sum = splat(total.sum[r]);
+            for (long d = 0; d < args.head_dim; d += kLanes) store_some(to + d, load(&total.acc[r][d]) / sum, args.head_dim - d);
+        }
+    }
+
+    // Elements from the beginning of a cache to the first step of the panel that holds a position.
+    long panel_at(long position) const {
+        const long block = args.block_table[task.seq * args.table_stride + position / args.block_size];
+        const long panel = (block * args.num_kv_heads + kv_head) * (args.block_size / kLanes) + position % args.block_size / kLanes;
+        return panel * panel_size<Cache>(args.padded_dim) + Cache::kHeader;
+    }
+
+    // stop: the segment's end; what lies behind it is another call's, maybe another thread's.
+    Chunk<Stored> chunk_at(long start, long stop) const {
+        Chunk<Stored> chunk{};
+        chunk.start = start;
+        chunk.first_panel = larger(0, seen_begin - start) / kLanes;
+        chunk.end_panel = ceil_div(smaller(kChunk, seen_end - start), kLanes);
+        for (long p = chunk.first_panel; p < chunk.end_panel; p++) {
+            const long position = start + p * kLanes, at = panel_at(position);
+            chunk.key[p] = (const Stored*)args.key_cache + at;
+            chunk.value[p] = (const Stored*)args.value_cache + at;
+            if (!Cache::kAsksAhead) continue;
+            chunk.next[p] = (const Stored*)args.key_cache + (position + kChunk < stop ? panel_at(position + kChunk) : at);
+        }
+        return chunk;
+    }
+
+    // The rows' attention to positions [segment, segment + kSegment).
+    void attend(long segment, Totals& part) {
+        part.clear(task.rows, args.padded_dim);
+        for (long r = 0; r < task.rows; r++) sums[r] = zero();
+        const long stop = smaller(segment + kSegment, seen_end);
+        for (long start = larger(segment, seen_begin / kChunk * kChunk); start < stop; start += kChunk) {
+            const Chunk<Stored> chunk = chunk_at(start, stop);
+            long r = 0;
+            for (; r + kTileQueries <= task.rows; r += kTileQueries) attend_chunk<kTileQueries>(chunk, r, part);
+            if (kTileQueries == 8 && r + 4 <= task.rows) attend_chunk<4>(chunk, r, part), r += 4;
+            if (r + 2 <= task.rows) attend_chunk<2>(chunk, r, part), r += 2;
+            if (r < task.rows) attend_chunk<1>(chunk, r, part);
+        }
+        for (long r = 0; r < task.rows; r++) part.sum[r] = sum_lanes(sums[r]);
+    }
+
+    // Rows [row, row + R) over one chunk.
+    template <int R>
+    void attend_chunk(const Chunk<Stored>& chunk, long row, Totals& part) {
+        alignas(64) float scores[R][kChunk];
+        alignas(64) X probs[R][kChunk];
+        long low[R], high[R], shared_low = 0, shared_high = kChunk;  // lanes that each row sees, that all see
+        scores_of<R>(chunk, row, scores);
+        for (int r = 0; r < R; r++) {
+            low[r] = clamp(begin[row + r] - chunk.start, 0, kChunk);
+            high[r] = clamp(end[row + r] - chunk.start, 0, kChunk);
+            if (low[r] < high[r]) softmax_row(chunk, scores[r], low[r], high[r], row + r, part, probs[r]);
+            shared_low = larger(shared_low, round_up(low[r], kPack));
+            shared_high = smaller(shared_high, high[r] / kPack * kPack);
+        }
+        if (shared_low >= shared_high) shared_low = shared_high = kChunk;
+        // Positions ascend for every row: what it sees alone, what all rows see, the rest. Values that a row does not see are
+        // left out rather than multiplied by zero: a stale cache slot may hold NaN.
+        for (int r = 0; r < R; r++) add_values_row(chunk, probs[r], low[r], smaller(high[r], shared_low), part.acc[row + r]);
+        add_values<R>(chunk, &probs[0][0], shared_low, shared_high, row, part);
+        for (int r = 0; r < R; r++) add_values_row(chunk, probs[r], larger(low[r], shared_high), high[r], part.acc[row + r]);
+    }
+
+    template <int R>
+    INLINE void scores_of(const Chunk<Stored>& chunk, long row, float (&scores)[R][kChunk]) const {
+        constexpr int N = panels_for(R);
+        long panel = chunk.first_panel;
+        for (; panel + N <= chunk.end_panel; panel += N) score_panels<R, N>(chunk, row, panel, scores);
+        for (; panel < chunk.end_panel; panel++) score_panels<R, 1>(chunk, row, panel, scores);
+    }
+
+    template <int R, int N>
+    INLINE void score_panels(const Chunk<Stored>& chunk, long row, long panel, float (&scores)[R][kChunk]) const {
+        Vec acc[R][N];
+        const Stored* keys[N];
+        UNROLL for (int n = 0; n < N; n++) keys[n] = chunk.key[panel + n];
+        UNROLL for (int r = 0; r < R; r++) {
+            UNROLL for (int n = 0; n < N; n++) acc[r][n] = zero();
+        }
+        const long steps = ceil_div(args.head_dim, kPack);
+        const Rows<X> rows{query + row * args.padded_dim, args.padded_dim};
+        if constexpr (Cache::kAsksAhead) {
+            Ahead<N> ahead{{}, kStepBytes};
+            UNROLL for (int n = 0; n < N; n++) ahead.at[n] = (const char*)(chunk.value[panel + n] - Cache::kHeader);
+            accumulate<Format>(acc, rows, keys, kLanes * kPack, steps, ahead);
+        } else {
+            accumulate<Format>(acc, rows, keys, kLanes * kPack, steps);
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            UNROLL for (int n = 0; n < N; n++) {
+                store(&scores[r][(panel + n) * kLanes], Cache::scaled(acc[r][n], keys[n]) * splat(args.scale));
+            }
+        }
+    }
+
+    // Takes one row's scores of lanes [low, high) into its state, and leaves exp(score - max), times the values' scales, in probs.
+    void softmax_row(const Chunk<Stored>& chunk, float* scores, long low, long high, long row, Totals& part, X* probs) {
+        if (low == 0 && high == kChunk && args.soft_cap == 0.0f) return softmax_whole_row(chunk, scores, row, part, probs);
+        const long first = low / kLanes, stop = ceil_div(high, kLanes);
+        Vec top = splat(-kInfinity);
+        for (long p = first; p < stop; p++) {
+            Vec s = load(scores + p * kLanes);
+            if (args.soft_cap != 0.0f) s = tanh(s / splat(args.soft_cap)) * splat(args.soft_cap);
+            s = keep_lanes(s, low - p * kLanes, high - p * kLanes, -kInfinity);
+            store(scores + p * kLanes, s);
+            top = max(top, s);
+        }
+        const float new_max = raise_max(max_lanes(top), row, part);
+        Vec sum = sums[row];
+        for (long p = first; p < stop; p++) {
+            const long begin = low - p * kLanes, end = high - p * kLanes;
+            const Vec e = keep_lanes(exp(load(scores + p * kLanes) - splat(new_max)), begin, end, 0.0f);
+            sum = sum + e;
+            store_probs(probs + p * kLanes, Cache::kHeader ? keep_lanes(Cache::scaled(e, chunk.value[p]), begin, end, 0.0f) : e);
+        }
+        sums[row] = sum;
+    }
+
+    // The same of a row that sees the whole chunk: nothing to cut, and nothing leaves the registers in between.
+    void softmax_whole_row(const Chunk<Stored>& chunk, const float* scores, long row, Totals& part, X* probs) {
+        Vec s[kChunkPanels], top = splat(-kInfinity);
+        UNROLL for (int p = 0; p < kChunkPanels; p++) {
+            s[p] = load(scores + p * kLanes);
+            top = max(top, s[p]);
+        }
+        const Vec new_max = splat(raise_max(max_lanes(top), row, part));
+        UNROLL for (int p = 0; p < kChunkPanels; p++) {
+            s[p] = exp(s[p] - new_max);
+            store_probs(probs + p * kLanes, Cache::scaled(s[p], chunk.value[p]));
+        }
+        Vec sum = sums[row];
+        UNROLL for (int p = 0; p < kChunkPanels; p++) sum = sum + s[p];
+        sums[row] = sum;
+    }
+
+    // The row's maximum when it has met a score; if that is higher, what the row has summed up so far shrinks.
+    INLINE float raise_max(float score, long row, Totals& part) {
+        const float old_max = part.max[row];
+        const float new_max = score <= old_max ? old_max : score;  // NaN passes through
+        if (new_max != old_max) {
+            const Vec shrink = exp(splat(old_max - new_max));
+            sums[row] = sums[row] * shrink;
+            for (long d = 0; d < args.padded_dim; d += kLanes) store(&part.acc[row][d], load(&part.acc[row][d]) * shrink);
+            part.max[row] = new_max;
+        }
+        return new_max;
+    }
+
+    // bf16 models take their probabilities in bf16, as the bf16 products need them; on every instruction set, so that all agree.
+    static INLINE void store_probs(float* probs, const Vec& e) { store(probs, FormatOf<T>::type::kPack == 2 ? round_bf16(e) : e); }
+#if defined(__AVX512BF16__)
+    static INLINE void store_probs(Bf16* probs, const Vec& e) {  // subnormal numbers are zero here, and would be in the products
+        const __m256bh rounded = _mm512_cvtneps_pbh(e.p[0]);
+        memcpy(probs, &rounded, sizeof rounded);
+    }
+#endif
+
+    template <int R>
+    INLINE void add_values(const Chunk<Stored>& chunk, const X* probs, long low, long high, long row, Totals& part) const {
+        constexpr int N = panels_for(R);
+        if (low >= high) return;
+        long d = 0;
+        for (; d + N * kLanes <= args.padded_dim; d += N * kLanes) add_columns<R, N>(chunk, probs, low, high, row, d, part);
+        for (; d < args.padded_dim; d += kLanes) add_columns<R, 1>(chunk, probs, low, high, row, d, part);
+    }
+
+    template <int R, int N>
+    INLINE void add_columns(const Chunk<Stored>& chunk, const X* probs, long low, long high, long row, long d,
+                            Totals& part) const {
+        Vec acc[R][N];
+        UNROLL for (int r = 0; r < R; r++) {
+            UNROLL for (int n = 0; n < N; n++) acc[r][n] = load(&part.acc[row + r][d + n * kLanes]);
+        }
+        const long w_stride = args.padded_dim * kPack;
+        for (long lane = low; lane < high;) {
+            const long panel = lane / kLanes, stop = smaller(high, (panel + 1) * kLanes);
+            const Stored* values[N];
+            UNROLL for (int n = 0; n < N; n++) {
+                values[n] = chunk.value[panel] + lane % kLanes / kPack * w_stride + (d + n * kLanes) * kPack;
+            }
+            const Rows<X> rows{probs + lane, kChunk};
+            if constexpr (Cache::kAsksAhead) {
+                const char* next = (const char*)(chunk.next[panel] - Cache::kHeader) + d * kLanes * sizeof(Stored);
+                Ahead<N> ahead{{}, N * kStepBytes};
+                UNROLL for (int n = 0; n < N; n++) ahead.at[n] = next + n * kStepBytes;
+                accumulate<Format>(acc, rows, values, w_stride, (stop - lane) / kPack, ahead);
+            } else {
+                accumulate<Format>(acc, rows, values, w_stride, (stop - lane) / kPack);
+            }
+            lane = stop;
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            UNROLL for (int n = 0; n < N; n++) store(&part.acc[row + r][d + n * kLanes], acc[r][n]);
+        }
+    }
+
+    // One row over lanes [low, high), whose ends may cut a step. Then half a pair is taken, or the whole step if it is finite: the
+    // probabilities of lanes that the row does not see are zero.
+    void add_values_row(const Chunk<Stored>& chunk, const X* probs, long low, long high, float* out) const {
+        if (low >= high) return;
+        const long w_stride = args.padded_dim * kPack;
+        for (long d = 0; d < args.padded_dim; d += kLanes) {
+            Vec acc[1][1] = {{load(out + d)}};
+            for (long lane = low; lane < high;) {
+                const long even = lane / kPack * kPack;
+                const Stored* values[1] = {chunk.value[lane / kLanes] + even % kLanes / kPack * w_stride + d * kPack};
+                if (Cache::kIsFinite || (lane == even && even + kPack <= high)) {
+                    Format::step(acc, Rows<X>{probs + even, kChunk}, 0, values, 0);
+                    lane = even + kPack;
+                } else {
+                    if constexpr (!Cache::kIsFinite) Format::half_step(acc[0][0], probs + even, values[0], 0, lane != even);
+                    lane++;
+                }
+            }
+            store(out + d, acc[0][0]);
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,68 @@
+// Numbers to small integers, and rows of activations that are rounded so.
+//
+// `kernels.linear.reference.round_rows` is the definition. Each group of a row has a scale of its own, so that a large number spoils
+// the precision of its own group alone.
+#pragma once
+
+#include "integers.h"
+
+namespace {
+
+constexpr float kSmallestNumber = 1e-18f;  // a group that holds nothing larger becomes zero: squares would underflow
+
+INLINE void store_integers(float* to, const Vec& integers) { store(to, integers); }
+#if defined(__AVX512VNNI__)
+INLINE void store_integers(int8_t* to, const Vec& integers) {
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(integers.p[0])));
+}
+#endif
+
+struct RoundedRows {
+    using X = RoundedPanel::X;
+    X* integers;            // [m, width]
+    float *scales, *sums;   // [m, groups]; sums: of a group's integers
+    long width, groups;     // width: the columns, padded with zeros to a multiple of 16
+
+    INLINE float scale(long row, long group) const { return scales[row * groups + group]; }
+    INLINE float sum(long row, long group) const { return sums[row * groups + group]; }
+
+    // Columns [start, start + count) of a row, one group; x lies at the first of them.
+    template <class T>
+    void round_group(const T* x, long count, long row, long group, long start) const {
+        Vec top = zero(), not_finite = zero(), sum = zero();
+        for (long k = 0; k < count; k += kLanes) {
+            const Vec value = load_some(x + k, count - k);
+            top = max(absolute(value), top);
+            not_finite = fma(value, zero(), not_finite);
+        }
+        const float largest = max_lanes(top), step = largest / kMaxInteger8;
+        const bool usable = largest > kSmallestNumber;
+        const Vec inverse = splat(usable ? kMaxInteger8 / largest : 0.0f);
+        for (long k = 0; k < count; k += kLanes) {
+            const Vec value = round_integer(load_some(x + k, count - k) * inverse);
+            const Vec integer = clamp(value, -kMaxInteger8, kMaxInteger8);
+            store_integers(integers + row * width + start + k, integer);
+            sum = sum + integer;
+        }
+        scales[row * groups + group] = (usable ? step : 0.0f) + sum_lanes(not_finite);
+        sums[row * groups + group] = sum_lanes(sum);
+    }
+};
+
+// x [m, k], rows x_stride elements apart; a group is a multiple of 16 columns. The result lies in `scratch`.
+template <class T>
+RoundedRows round_rows(const T* x, long x_stride, long m, long k, long group, Scratch& scratch, long threads) {
+    const long width = round_up(k, kLanes), groups = ceil_div(k, group);
+    float* numbers = scratch.get<float>(2 * m * groups + m * width);
+    const RoundedRows rows{(RoundedRows::X*)(numbers + 2 * m * groups), numbers, numbers + m * groups, width, groups};
+    parallel_ranges(m, 4, kElementWork * m * k, threads, [&](long begin, long end) {
+        for (long row = begin; row < end; row++) {
+            for (long i = 0; i < groups; i++) {
+                rows.round_group(x + row * x_stride + i * group, smaller(group, k - i * group), row, i, i * group);
+            }
+        }
+    });
+    return rows;
+}
+
+}  // namespace
