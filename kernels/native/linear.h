@@ -40,19 +40,29 @@ void pack_linear(const T* weight, T* packed, long n, long k, long row_stride, lo
 }
 
 // A tile is some rows of x and all of the weight. It has `operands`, and block<M, N>(row, panel), which computes M rows from `row`
-// on times N panels from `panel` on.
+// on times N panels from `panel` on. kStreamPanels are those that lie in memory as one stream: it is read faster than several.
+
+// Blocks of M of the rows [row, stop), N panels of [begin, end) at a time.
+template <int M, int N, class Tile>
+INLINE void sweep_panels(const Tile& tile, long row, long stop, long begin, long end) {
+    long panel = begin;
+    for (; panel + N <= end; panel += N) {
+        for (long m = row; m < stop; m += M) tile.template block<M, N>(m, panel);
+    }
+    for (; panel < end; panel++) {
+        for (long m = row; m < stop; m += M) tile.template block<M, 1>(m, panel);
+    }
+}
 
 // All blocks of M of the rows [row, stop), over panels [begin, end); returns the first row left over.
 template <int M, class Tile>
 long sweep(const Tile& tile, long row, long stop, long begin, long end) {
     constexpr int N = panels_for(M);
     const long row_end = row + (stop - row) / M * M;
-    long panel = begin;
-    for (; panel + N <= end; panel += N) {
-        for (long m = row; m < row_end; m += M) tile.template block<M, N>(m, panel);
-    }
-    for (; panel < end; panel++) {
-        for (long m = row; m < row_end; m += M) tile.template block<M, 1>(m, panel);
+    if (row == 0 && row_end == M) {
+        sweep_panels<M, (N < Tile::kStreamPanels ? N : Tile::kStreamPanels)>(tile, row, row_end, begin, end);
+    } else {
+        sweep_panels<M, N>(tile, row, row_end, begin, end);
     }
     return row_end;
 }
@@ -109,6 +119,7 @@ struct Output {
 template <class T>
 struct LinearTile {
     using Format = typename FormatOf<T>::type;
+    static constexpr int kStreamPanels = 1;
     const LinearArguments& args;
     const Operands<typename Format::X>& operands;
     Output<T> output;
@@ -127,7 +138,9 @@ struct LinearTile {
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
         }
         const auto x = operands.template block<M>(row);
-        if (row == 0) {
+        if (row == 0 && N == kStreamPanels && M <= kBlockRows) {
+            accumulate<Format>(acc, x, w, w_stride, steps, kStreamed);
+        } else if (row == 0) {
             const Prefetch prefetch = {kNearBytes, kFarBytes, (N - 1) * steps * w_stride * (long)sizeof(T)};
             accumulate<Format>(acc, x, w, w_stride, steps, prefetch);
         } else {

@@ -104,13 +104,14 @@ using Bf16Format = Bf16DotPanel;
 using Bf16Format = Bf16Panel;
 #endif
 
-// How many bytes ahead of their use panels are asked for: twice, since only so much can be on its way to the first cache. Near the
-// end of a panel, what lies far ahead is `skip` bytes further: the panels behind those that are read side by side.
+// How many bytes ahead of their use panels are asked for: `near` for the first cache, `far` for the second. Near the end of a panel,
+// what lies far ahead is `skip` bytes further: the panels behind those that are read side by side.
 struct Prefetch {
     long near, far, skip;
 };
-constexpr Prefetch kNoPrefetch = {0, 0, 0};  // that is left to the processor
-constexpr Prefetch kCached = {2048, 0, 0};   // from the second cache to the first
+constexpr Prefetch kNoPrefetch = {0, 0, 0};   // that is left to the processor
+constexpr Prefetch kCached = {2048, 0, 0};    // from the second cache to the first
+constexpr Prefetch kStreamed = {8192, 0, 0};  // from memory, one stream from end to end, beside few rows: they leave it room
 constexpr long kNearBytes = 1024, kFarBytes = 8192;
 
 // acc[m][n] += sum over `steps` of x[m] * w[n], in order. x: Rows or SideRows; a panel's steps lie w_stride elements apart.

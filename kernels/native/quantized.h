@@ -73,6 +73,7 @@ struct ScaledRows {
 
 template <class T, class Format, class RowsRule>
 struct QuantizedTile {
+    static constexpr int kStreamPanels = kGroupPanels;  // of which one stream could not keep the multipliers busy
     const Records<Format>& records;
     const uint8_t* packed;
     const Operands<typename Format::X>& operands;
@@ -99,7 +100,7 @@ struct QuantizedTile {
                 const auto first = rule.first_sum(row + m, group);
                 UNROLL for (int n = 0; n < N; n++) acc[m][n] = first;
             }
-            accumulate<Format>(acc, from, w, step, records.steps(group), Prefetch{kNearBytes, kFarBytes, 0});
+            accumulate<Format>(acc, from, w, step, records.steps(group), kStreamed);
             UNROLL for (int n = 0; n < N; n++) {
                 const Vec scale = half_scales ? load((const Fp16*)scales[n]) : load((const Bf16*)scales[n]);
                 UNROLL for (int m = 0; m < M; m++) {
