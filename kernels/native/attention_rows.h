@@ -54,7 +54,7 @@ struct TaskRows {
     const long kv_head;
     long seen_begin, seen_end;                      // positions that some row sees
     long begin[kTaskRows], end[kTaskRows];          // positions that each row sees
-    alignas(64) X query[kTaskRows * kMaxDim];       // [rows, padded_dim]
+    alignas(64) X query[kTaskRows * kMaxDim];       // [rows, kMaxDim]
     Vec sums[kTaskRows];                            // of the segment in progress, lane by lane
 
     TaskRows(const AttentionArguments& arguments, const AttentionTask& its_task, long head)
@@ -71,7 +71,7 @@ struct TaskRows {
             seen_end = larger(seen_end, end[r]);
             const T* from = (const T*)args.query + (first_token + token) * args.query_token_stride;
             from += query_head(r) * args.query_head_stride;
-            to_operand(from, args.head_dim, query + r * args.padded_dim, args.padded_dim);
+            to_operand(from, args.head_dim, query + r * kMaxDim, args.padded_dim);
         }
     }
 
@@ -136,12 +136,20 @@ struct TaskRows {
         alignas(64) X probs[R][kChunk];
         long low[R], high[R], shared_low = 0, shared_high = kChunk;  // lanes that each row sees, that all see
         scores_of<R>(chunk, row, scores);
+        bool are_whole = args.soft_cap == 0.0f;
         for (int r = 0; r < R; r++) {
             low[r] = clamp(begin[row + r] - chunk.start, 0, kChunk);
             high[r] = clamp(end[row + r] - chunk.start, 0, kChunk);
-            if (low[r] < high[r]) softmax_row(chunk, scores[r], low[r], high[r], row + r, part, probs[r]);
+            are_whole = are_whole && low[r] == 0 && high[r] == kChunk;
             shared_low = larger(shared_low, round_up(low[r], kPack));
             shared_high = smaller(shared_high, high[r] / kPack * kPack);
+        }
+        if (are_whole) {
+            softmax_whole_rows<R>(chunk, scores, row, part, probs);
+            return add_values<R>(chunk, &probs[0][0], 0, kChunk, row, part);
+        }
+        for (int r = 0; r < R; r++) {
+            if (low[r] < high[r]) softmax_row(chunk, scores[r], low[r], high[r], row + r, part, probs[r]);
         }
         if (shared_low >= shared_high) shared_low = shared_high = kChunk;
         // Positions ascend for every row: what it sees alone, what all rows see, the rest. Values that a row does not see are
@@ -168,7 +176,7 @@ struct TaskRows {
             UNROLL for (int n = 0; n < N; n++) acc[r][n] = zero();
         }
         const long steps = ceil_div(args.head_dim, kPack);
-        const Rows<X> rows{query + row * args.padded_dim, args.padded_dim};
+        const Rows<X> rows{query + row * kMaxDim, kMaxDim};
         if constexpr (Cache::kAsksAhead) {
             Ahead<N> ahead{{}, kStepBytes};
             UNROLL for (int n = 0; n < N; n++) ahead.at[n] = (const char*)(chunk.value[panel + n] - Cache::kHeader);
@@ -185,7 +193,6 @@ struct TaskRows {
 
     // Takes one row's scores of lanes [low, high) into its state, and leaves exp(score - max), times the values' scales, in probs.
     void softmax_row(const Chunk<Stored>& chunk, float* scores, long low, long high, long row, Totals& part, X* probs) {
-        if (low == 0 && high == kChunk && args.soft_cap == 0.0f) return softmax_whole_row(chunk, scores, row, part, probs);
         const long first = low / kLanes, stop = ceil_div(high, kLanes);
         Vec top = splat(-kInfinity);
         for (long p = first; p < stop; p++) {
@@ -206,21 +213,27 @@ struct TaskRows {
         sums[row] = sum;
     }
 
-    // The same of a row that sees the whole chunk: nothing to cut, and nothing leaves the registers in between.
-    void softmax_whole_row(const Chunk<Stored>& chunk, const float* scores, long row, Totals& part, X* probs) {
-        Vec s[kChunkPanels], top = splat(-kInfinity);
-        UNROLL for (int p = 0; p < kChunkPanels; p++) {
-            s[p] = load(scores + p * kLanes);
-            top = max(top, s[p]);
+    // The same of rows that see the whole chunk: nothing to cut, and what one row waits for does not hold up the others.
+    template <int R>
+    INLINE void softmax_whole_rows(const Chunk<Stored>& chunk, const float (&scores)[R][kChunk], long row, Totals& part,
+                                   X (&probs)[R][kChunk]) {
+        float tops[R];
+        UNROLL for (int r = 0; r < R; r++) {
+            Vec top = load(scores[r]);
+            UNROLL for (int p = 1; p < kChunkPanels; p++) top = max(top, load(scores[r] + p * kLanes));
+            tops[r] = max_lanes(max(splat(-kInfinity), top));
         }
-        const Vec new_max = splat(raise_max(max_lanes(top), row, part));
-        UNROLL for (int p = 0; p < kChunkPanels; p++) {
-            s[p] = exp(s[p] - new_max);
-            store_probs(probs + p * kLanes, Cache::scaled(s[p], chunk.value[p]));
+        for (int r = 0; r < R; r++) tops[r] = raise_max(tops[r], row + r, part);
+        for (int r = 0; r < R; r++) {
+            const Vec new_max = splat(tops[r]);
+            Vec sum = sums[row + r];
+            UNROLL for (int p = 0; p < kChunkPanels; p++) {
+                const Vec e = exp_below_88(load(scores[r] + p * kLanes) - new_max);
+                store_probs(&probs[r][p * kLanes], Cache::scaled(e, chunk.value[p]));
+                sum = sum + e;
+            }
+            sums[row + r] = sum;
         }
-        Vec sum = sums[row];
-        UNROLL for (int p = 0; p < kChunkPanels; p++) sum = sum + s[p];
-        sums[row] = sum;
     }
 
     // The row's maximum when it has met a score; if that is higher, what the row has summed up so far shrinks.

@@ -223,10 +223,10 @@ INLINE float load_one(const float* x) { return *x; }
 // Lanes begin <= lane < end of a; the others are `fill`.
 INLINE Vec keep_lanes(const Vec& a, long begin, long end, float fill) {
     if (begin <= 0 && end >= kLanes) return a;
-    float all[kLanes];
-    store(all, a);
-    for (long i = 0; i < kLanes; i++) all[i] = i >= begin && i < end ? all[i] : fill;
-    return load(all);
+    PartInt lanes;
+    for (int i = 0; i < kWidth; i++) lanes[i] = i;
+    const PartBits others = (PartBits)part_set(fill);
+    VEC_MAP((Part)((PartInt)((lanes + i * kWidth >= (int)begin) & (lanes + i * kWidth < (int)end)) ? (PartBits)a.p[i] : others));
 }
 
 // Whether a < b in some lane.
@@ -282,9 +282,18 @@ INLINE float max_lanes(const Vec& a) {
 }
 #endif
 
-// e^x within 2 units in the last place for -86 <= x <= 88; beyond, that of the nearest bound. NaN stays NaN.
-INLINE Vec exp(const Vec& x) {
-    const Vec y = min(splat(88.0f), max(splat(-86.0f), x));
+// value * 2^n for whole n where the result is a normal number.
+INLINE Vec scale_by_power(const Vec& value, const Vec& n) {
+#if defined(__AVX512F__)
+    VEC_MAP(_mm512_scalef_ps(value.p[i], n.p[i]));
+#else
+    VEC_MAP((Part)((PartBits)value.p[i] + ((PartBits)__builtin_convertvector(n.p[i], PartInt) << 23)));
+#endif
+}
+
+// e^x within 2 units in the last place for -86 <= x <= 88; below, e^-86. NaN stays NaN.
+INLINE Vec exp_below_88(const Vec& x) {
+    const Vec y = max(splat(-86.0f), x);
     const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const Vec n = fma(y, splat(1.44269504f), magic) - magic;
     const Vec f = fma(n, splat(-1.42860677e-6f), fma(n, splat(-0.693145752f), y));  // y - n ln 2, ln 2 in two parts
@@ -292,9 +301,11 @@ INLINE Vec exp(const Vec& x) {
     e = fma(e, f, splat(4.16662581e-2f));
     e = fma(e, f, splat(1.66665137e-1f));
     e = fma(e, f, splat(0.5f));
-    e = fma(e * f, f, f) + splat(1.0f);
-    VEC_MAP((Part)((PartBits)e.p[i] + ((PartBits)__builtin_convertvector(n.p[i], PartInt) << 23)));
+    return scale_by_power(fma(e * f, f, f) + splat(1.0f), n);
 }
+
+// e^x within 2 units in the last place for -86 <= x <= 88; beyond, that of the nearest bound. NaN stays NaN.
+INLINE Vec exp(const Vec& x) { return exp_below_88(min(splat(88.0f), x)); }
 
 // tanh x within about 1e-7 absolute.
 INLINE Vec tanh(const Vec& x) { return splat(1.0f) - splat(2.0f) / (exp(x + x) + splat(1.0f)); }
