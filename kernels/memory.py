@@ -8,11 +8,8 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,8 +18,6 @@ from torch import Tensor
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64  # a cache line
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_COMMIT_BYTES = 8 << 20  # asked for at a time: no longer than that does a step wait for the thread that asks
-_LOWEST_PRIORITY = 19
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -33,30 +28,17 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
-def commit_in_background(tensors: Sequence[Tensor], room: Callable[[], int]) -> threading.Thread | None:
-    """Have the system give the memory of `lazy_zeros` now, by a thread of the lowest priority; None where it cannot.
+def commit(tensor: Tensor, start: int, stop: int) -> bool:
+    """Have the system give the memory of bytes [start, stop) of `lazy_zeros` now; False where it cannot.
 
     A system that must first get the memory from elsewhere (a virtual machine's host, say) takes its time for it.
-    room: how many bytes may still be taken; where a tensor does not fit any more, the rest is left for when it is used.
     """
-    if sys.platform != "linux":
-        return None
-    thread = threading.Thread(target=_commit, args=(list(tensors), room), name="commit memory", daemon=True)
-    thread.start()
-    return thread
-
-
-def _commit(tensors: Sequence[Tensor], room: Callable[[], int]) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for tensor in tensors:
-        if room() < tensor.nbytes:
-            return
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        for at in range(start - start % mmap.PAGESIZE, end, _COMMIT_BYTES):
-            if madvise(at, min(_COMMIT_BYTES, end - at), _MADV_POPULATE_WRITE):
-                return  # an older system, or no memory is left: what is written to will tell
+    at = tensor.data_ptr() + start
+    at -= at % mmap.PAGESIZE
+    # Older systems do not know how, or no memory is left: what is written to will tell.
+    return bool(madvise(at, tensor.data_ptr() + stop - at, _MADV_POPULATE_WRITE) == 0)
 
 
 class WeightMemory:

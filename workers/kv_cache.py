@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import psutil
 import torch
 
 from kernels.backend import KernelBackend
-from kernels.memory import commit_in_background
 from novainfer.config import MIB, CacheConfig, ServeConfig
 from novainfer.errors import ConfigError
+from novainfer.protocol.step import StepPlan
+from workers.cache_memory import CacheMemory
 from workers.models.base import CausalLM, KvCaches
 
 _CACHE_DTYPES = {"auto": None, "int8": torch.int8}  # as `KernelBackend.allocate_kv_cache` takes them
 _LEFT_FREE = 512 * MIB  # for others, when a cache's memory is taken before it is used
+_AHEAD_BYTES = 128 * MIB  # taken beyond what was used, of a cache whose size nobody gave
 _MAX_CPU_SHARE = 4096 * MIB  # default ceiling of the KV caches of all ranks on a CPU host
 
 
@@ -35,6 +38,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size  # tokens
         self.layers = layers
+        self._memory: CacheMemory | None = None
 
     @classmethod
     def allocate(
@@ -49,11 +53,32 @@ class KVCache:
         ]
         return cls(num_blocks, block_size, layers)
 
-    def commit(self) -> None:
-        """Have the system give the memory of a cache on a CPU now, beside other work, not when it is written to."""
-        if self.layers[0][0].device.type == "cpu":
+    def take_memory(self, *, whole: bool) -> None:
+        """From now on get the memory of a cache on a CPU while no step runs: all of it, or what is soon used."""
+        if self.layers[0][0].device.type == "cpu" and self._memory is None:
             tensors = [cache for layer in self.layers for cache in layer]
-            commit_in_background(tensors, lambda: _available_host_memory() - _LEFT_FREE)
+            block_bytes = sum(tensor.nbytes for tensor in tensors) // self.num_blocks
+            ahead = self.num_blocks if whole else max(_AHEAD_BYTES // block_bytes, 1)
+            self._memory = CacheMemory(tensors, ahead, lambda: _available_host_memory() - _LEFT_FREE)
+            self._memory.start()
+
+    def close(self) -> None:
+        """Get no more memory."""
+        if self._memory is not None:
+            self._memory.close()
+
+    @contextmanager
+    def step(self, plan: StepPlan) -> Iterator[None]:
+        """While the plan runs on this device."""
+        if self._memory is None:
+            yield
+            return
+        lists = [row.block_ids for row in plan.new_rows] + [new.block_ids for new in plan.new_blocks]
+        self._memory.step_begins(block for block_ids in lists for block in block_ids)
+        try:
+            yield
+        finally:
+            self._memory.step_ends()
 
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy block src[i] to block dst[i] in every layer; all sources are read before anything is written."""

@@ -25,7 +25,7 @@ class LocalExecutor:
             raise ConfigError("tensor parallelism needs worker processes; the in-process engine has one rank")
         place = RankPlace(rank=0, world_size=1, epoch=epoch, meeting_point="")
         self._worker: Worker | None = Worker.build(config, place, progress)
-        self._worker.commit_cache(config)
+        self._worker.take_cache_memory(config)
         self._info = self._worker.info
         self._plans: deque[StepPlan] = deque()
 
@@ -51,5 +51,7 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Drop the worker with its weights and cache (idempotent)."""
+        if self._worker is not None and self._worker.cache is not None:
+            self._worker.cache.close()
         self._worker = None
         self._plans.clear()

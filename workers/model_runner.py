@@ -95,6 +95,10 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start one step, and bring the rows to the state after it. None on ranks other than 0."""
+        with self.cache.step(plan):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> PendingStep | None:
         self.states.apply(plan)
         self.cache.copy_blocks(plan.copy_src, plan.copy_dst)
         sampled: Sampled | None = None

@@ -59,7 +59,7 @@ def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
             loop = StepLoop(worker, place, socket, pulse)
             reports.send(ChildReady(ROLE_WORKER, place.rank, place.epoch, worker.info.num_blocks))
             pulse.num_blocks = worker.info.num_blocks
-            worker.commit_cache(launch.config)
+            worker.take_cache_memory(launch.config)
             loop.run()
             worker.tp.close()
         except Exception as error:

@@ -122,10 +122,10 @@ class Worker:
         )
         return cls(runner, info, tp, 1 if device.type == "cpu" else 2, cache)
 
-    def commit_cache(self, config: ServeConfig) -> None:
-        """Take the memory of a KV cache whose size was given: it is wanted, and later may not be there."""
-        if self.cache is not None and config.cache.kv_cache_memory_mib is not None:
-            self.cache.commit()
+    def take_cache_memory(self, config: ServeConfig) -> None:
+        """All of a cache whose size was given: it is wanted, and later may not be there. Else what is soon used."""
+        if self.cache is not None:
+            self.cache.take_memory(whole=config.cache.kv_cache_memory_mib is not None)
 
 
 def choose_device(config: ParallelConfig, rank: int) -> torch.device:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from kernels.memory import WeightMemory, commit_in_background, lazy_zeros
+from kernels.memory import WeightMemory, commit, lazy_zeros
 
 CHUNK = 64 << 20
 
@@ -44,22 +44,17 @@ def test_given_a_weight_about_as_large_as_a_chunk_when_allocated_then_it_can_be_
     assert (int(large[0]), int(large[-1]), int(first.sum()), int(after.sum())) == (2, 3, 0, 0)
 
 
-def test_given_lazy_memory_when_it_is_committed_then_it_is_there_and_what_was_written_stays() -> None:
-    tensors = [lazy_zeros((CHUNK // 2 + 77,), torch.uint8) for _ in range(2)]
-    tensors[1][12345] = 7
+def test_given_lazy_memory_when_some_is_committed_then_that_is_there_and_what_was_written_stays() -> None:
+    tensor = lazy_zeros((2 * CHUNK + 77,), torch.uint8)
+    tensor[12345] = 7
     before = psutil.Process().memory_info().rss
-    thread = commit_in_background(tensors, lambda: CHUNK)
-    assert thread is not None
-    thread.join()
-    assert psutil.Process().memory_info().rss - before > CHUNK * 3 // 4
-    assert [int(tensor.sum()) for tensor in tensors] == [0, 7]
+    assert commit(tensor, 4097, CHUNK)
+    assert CHUNK // 2 < psutil.Process().memory_info().rss - before < CHUNK * 3 // 2
+    assert commit(tensor, CHUNK, tensor.nbytes)
+    assert psutil.Process().memory_info().rss - before > CHUNK * 3 // 2
+    assert int(tensor.sum()) == 7
 
 
-def test_given_no_room_for_all_when_memory_is_committed_then_the_rest_is_left_for_later() -> None:
-    tensors = [lazy_zeros((CHUNK,), torch.uint8) for _ in range(3)]
-    rooms = iter([CHUNK, CHUNK, CHUNK - 1])
-    before = psutil.Process().memory_info().rss
-    thread = commit_in_background(tensors, lambda: next(rooms))
-    assert thread is not None
-    thread.join()
-    assert 2 * CHUNK - (8 << 20) < psutil.Process().memory_info().rss - before < 3 * CHUNK - (8 << 20)
+def test_given_addresses_without_memory_when_committed_then_it_says_so() -> None:
+    tensor = lazy_zeros((CHUNK,), torch.uint8)
+    assert not commit(tensor, 0, 1 << 46)

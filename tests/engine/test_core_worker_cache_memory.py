@@ -1,0 +1,112 @@
+"""The memory of a KV cache on a CPU, taken before it is used."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.memory import lazy_zeros
+from workers import cache_memory as module
+from workers.cache_memory import CacheMemory
+
+BLOCK = 1 << 20
+NUM_BLOCKS = 32
+MUCH = 1 << 40
+
+
+def tensors() -> list[Tensor]:
+    return [lazy_zeros((NUM_BLOCKS, BLOCK), torch.uint8) for _ in range(2)]
+
+
+def rss_of(action: Callable[[], None]) -> int:
+    """How many blocks of both tensors the process has more afterwards."""
+    before = psutil.Process().memory_info().rss
+    action()
+    return round((psutil.Process().memory_info().rss - before) / (2 * BLOCK))
+
+
+class Looks(threading.Event):
+    """An event that says how often somebody waited for it in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        found = super().wait(timeout)
+        self.looked.release()
+        return found
+
+
+def test_given_no_step_when_all_is_wanted_then_all_is_taken() -> None:
+    cache = tensors()
+    memory = CacheMemory(cache, NUM_BLOCKS, lambda: MUCH)
+
+    def take() -> None:
+        memory.start()
+        memory._thread.join()
+
+    assert rss_of(take) == pytest.approx(NUM_BLOCKS, abs=2)
+    assert not any(bool(tensor.any()) for tensor in cache)
+
+
+def test_given_a_step_that_runs_when_memory_is_wanted_then_none_is_taken_before_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rooms: list[int] = []
+    looks: list[Looks] = []
+    monkeypatch.setattr(module.threading, "Event", lambda: looks.append(Looks()) or looks[-1])
+    memory = CacheMemory(tensors(), NUM_BLOCKS, lambda: rooms.append(1) or MUCH)
+    monkeypatch.undo()
+    memory.step_begins([])
+    memory.start()
+    for _ in range(4):
+        assert looks[1].looked.acquire(timeout=30)
+    assert not rooms
+    memory.step_ends()
+    memory._thread.join()
+    assert len(rooms) == NUM_BLOCKS  # two tensors, two blocks at a time
+
+
+def test_given_some_ahead_when_blocks_are_used_then_so_many_more_are_taken() -> None:
+    asked = threading.Semaphore(0)
+
+    def room() -> int:
+        asked.release()
+        return MUCH
+
+    memory = CacheMemory(tensors(), 4, room)
+
+    def take(count: int) -> None:
+        for _ in range(count):
+            assert asked.acquire(timeout=30)
+
+    try:
+        assert rss_of(memory.start) == 0
+        take(4)  # two pieces of both tensors
+        memory.step_begins([7, 3])
+        memory.step_ends()
+        take(8)  # up to block 12
+        memory.step_begins([1])
+        memory.step_ends()
+        assert not asked.acquire(timeout=0)
+    finally:
+        memory.close()
+    assert not memory._thread.is_alive()
+
+
+def test_given_no_room_when_memory_is_wanted_then_the_rest_is_left_for_later() -> None:
+    rooms = iter([MUCH, MUCH, 2 * BLOCK - 1])
+    memory = CacheMemory(tensors(), NUM_BLOCKS, lambda: next(rooms))
+
+    def take() -> None:
+        memory.start()
+        memory._thread.join()
+
+    assert rss_of(take) == pytest.approx(2, abs=1)
+    memory.close()
