@@ -1,7 +1,7 @@
-"""When a KV cache on a CPU gets its memory from the system: before it is written to, while no step runs.
+"""When a KV cache on a CPU gets its memory from the system: before it is written to.
 
 In a virtual machine, memory that nobody had before can cost seconds per GiB. A prompt that is the first to write to it
-takes longer by that, and so does every step beside which a thread asks for it.
+takes longer by that; steps beside which a thread asks for it do too, but less.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _LOWEST_PRIORITY = 19
 class CacheMemory:
     """Takes it in the order of the blocks' numbers, in a thread of its own."""
 
-    def __init__(self, tensors: Sequence[Tensor], ahead: int, room: Callable[[], int]) -> None:
-        """tensors: [num_blocks, ...], of `lazy_zeros`.   ahead: blocks that shall be there beyond all that were used.
+    def __init__(self, tensors: Sequence[Tensor], ahead: int | None, room: Callable[[], int]) -> None:
+        """tensors: [num_blocks, ...], of `lazy_zeros`.
 
+        ahead: blocks that shall be there beyond all that were used, taken while no step runs; None: all, at once.
         room: bytes that may still be taken; when there are too few, the rest is left for when it is written to.
         """
         self._tensors = tensors
@@ -70,11 +71,12 @@ class CacheMemory:
         num_blocks = max(_PIECE_BYTES // max(block_bytes), 1)
         for first in range(0, self._num_blocks, num_blocks):
             stop = min(first + num_blocks, self._num_blocks)
-            while first >= self._num_used + self._ahead and not self._is_closed.is_set():
+            while self._ahead is not None and first >= self._num_used + self._ahead and not self._is_closed.is_set():
                 self._is_wanted.wait()
                 self._is_wanted.clear()
             for tensor, size in zip(self._tensors, block_bytes, strict=True):
-                self._wait_for_quiet()
+                if self._ahead is not None:
+                    self._wait_for_quiet()
                 if self._is_closed.is_set() or self._room() < (stop - first) * size:
                     return
                 if not commit(tensor, first * size, stop * size):

@@ -54,11 +54,11 @@ class KVCache:
         return cls(num_blocks, block_size, layers)
 
     def take_memory(self, *, whole: bool) -> None:
-        """From now on get the memory of a cache on a CPU while no step runs: all of it, or what is soon used."""
+        """Get the memory of a cache on a CPU before it is written to: all of it, or always what is soon used."""
         if self.layers[0][0].device.type == "cpu" and self._memory is None:
             tensors = [cache for layer in self.layers for cache in layer]
             block_bytes = sum(tensor.nbytes for tensor in tensors) // self.num_blocks
-            ahead = self.num_blocks if whole else max(_AHEAD_BYTES // block_bytes, 1)
+            ahead = None if whole else max(_AHEAD_BYTES // block_bytes, 1)
             self._memory = CacheMemory(tensors, ahead, lambda: _available_host_memory() - _LEFT_FREE)
             self._memory.start()
 

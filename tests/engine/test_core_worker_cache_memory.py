@@ -43,9 +43,12 @@ class Looks(threading.Event):
         return found
 
 
-def test_given_no_step_when_all_is_wanted_then_all_is_taken() -> None:
+@pytest.mark.parametrize(("ahead", "is_in_step"), [(NUM_BLOCKS, False), (None, False), (None, True)])
+def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(ahead: int | None, is_in_step: bool) -> None:
     cache = tensors()
-    memory = CacheMemory(cache, NUM_BLOCKS, lambda: MUCH)
+    memory = CacheMemory(cache, ahead, lambda: MUCH)
+    if is_in_step:
+        memory.step_begins([])
 
     def take() -> None:
         memory.start()
