@@ -45,12 +45,15 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, isa: str | None = None) -> None:
-        """isa: one of `kernels.native.build.ISA_FLAGS`; None takes $NOVAINFER_CPU_ISA, or the best one here."""
+    def __init__(self, isa: str | None = None, library: NativeLibrary | None = None) -> None:
+        """isa: one of `kernels.native.build.ISA_FLAGS`; None takes $NOVAINFER_CPU_ISA, or the best one here.
+
+        library: kernels that are loaded already, in place of those.
+        """
         self._warned_layout = False
-        self._library: NativeLibrary | None = None
+        self._library = library
         try:
-            self._library = load_library(isa)
+            self._library = library or load_library(isa)
         except NativeBuildError as error:
             _log.warning("native CPU kernels are not available, falling back to slower torch code: %s", error)
 

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ class NativeLibrary:
     Each kernel returns 0, or 1 if an index in its arguments points outside its table; then it has done nothing.
     """
 
-    def __init__(self, isa: str) -> None:
+    def __init__(self, isa: str, path: Path | None = None) -> None:
+        """path: the library; None: this checkout's, built first where needed."""
         self.isa = isa
         self.weight_memory = WeightMemory()
-        self._library = ctypes.CDLL(str(library_path(isa)))
+        self._library = ctypes.CDLL(str(path or library_path(isa)))
         self.pack_linear = self._function("pack_linear")
         self.linear = self._function("linear")
         self.quantize = self._function("quantize")
