@@ -6,10 +6,12 @@ With pages of 2 MiB in place of 4 KiB the processor looks up few addresses, and 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -33,12 +35,17 @@ def commit(tensor: Tensor, start: int, stop: int) -> bool:
 
     A system that must first get the memory from elsewhere (a virtual machine's host, say) takes its time for it.
     """
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     at = tensor.data_ptr() + start
     at -= at % mmap.PAGESIZE
     # Older systems do not know how, or no memory is left: what is written to will tell.
-    return bool(madvise(at, tensor.data_ptr() + stop - at, _MADV_POPULATE_WRITE) == 0)
+    return _madvise()(at, tensor.data_ptr() + stop - at, _MADV_POPULATE_WRITE) == 0
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int]:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
 
 
 class WeightMemory:

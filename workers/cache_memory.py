@@ -62,7 +62,7 @@ class CacheMemory:
         """Take no more."""
         self._is_closed.set()
         self._is_wanted.set()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:

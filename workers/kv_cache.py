@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class KVCache:
             ahead = None if whole else max(_AHEAD_BYTES // block_bytes, 1)
             self._memory = CacheMemory(tensors, ahead, lambda: _available_host_memory() - _LEFT_FREE)
             self._memory.start()
+            weakref.finalize(self, self._memory.close)  # its thread holds the tensors, and would for ever
 
     def close(self) -> None:
         """Get no more memory."""

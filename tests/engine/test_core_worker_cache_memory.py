@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import psutil
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from kernels.memory import lazy_zeros
 from workers import cache_memory as module
+from workers import kv_cache
 from workers.cache_memory import CacheMemory
+from workers.kv_cache import KVCache
 
 BLOCK = 1 << 20
 NUM_BLOCKS = 32
@@ -101,6 +105,22 @@ def test_given_some_ahead_when_blocks_are_used_then_so_many_more_are_taken() -> 
     finally:
         memory.close()
     assert not memory._thread.is_alive()
+
+
+def test_given_a_cache_that_nobody_closes_when_nobody_holds_it_then_its_memory_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_cache, "_AHEAD_BYTES", 4 * BLOCK)  # its thread waits for more to be used
+    cache = KVCache(NUM_BLOCKS, 16, [(lazy_zeros((NUM_BLOCKS, BLOCK), torch.uint8), torch.zeros(NUM_BLOCKS, 1))])
+    cache.take_memory(whole=False)
+    held, memory = weakref.ref(cache.layers[0][0]), cache._memory
+    assert memory is not None
+    thread = memory._thread
+    del cache, memory
+    gc.collect()
+    thread.join(30)
+    gc.collect()
+    assert held() is None
 
 
 def test_given_no_room_when_memory_is_wanted_then_the_rest_is_left_for_later() -> None:
