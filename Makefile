@@ -8,8 +8,8 @@ BIN    := $(VENV)/bin
 STAMP  := .setup/done
 HAS_COMPILER := { command -v g++ || command -v clang++ || command -v c++; } >/dev/null
 define BUILD_KERNELS
-from kernels.native.build import library_path, supported_isas
-print("native kernels:", library_path(supported_isas()[0]))
+from kernels.native.library import load_library
+print("native kernels:", load_library().isa)
 endef
 export BUILD_KERNELS
 SERVE_ARGS ?=

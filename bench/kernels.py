@@ -1,9 +1,9 @@
 """The native CPU kernels by themselves: `python -m bench.kernels [--against LIBRARY.so]`.
 
-`--against` takes another build of them (`python -m kernels.native.build` in another checkout says where it lies), with
-the same structs. Both run in this process, call by call in turns: where the machine's speed changes from one moment to
-the next nothing else shows a difference of a few percent. Rates are of the median call, beside what the threads read
-and multiply doing nothing else.
+`--against` takes another build of them (`python -m kernels.native.build` says where they lie, here or in another
+checkout), with the same structs; its name says for which instruction set. Both run in this process, call by call in
+turns: where the machine's speed changes from one moment to the next nothing else shows a difference of a few percent.
+Rates are of the median call, beside what the threads read and multiply doing nothing else.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def main() -> None:
         raise SystemExit("there are no native kernels here")
     other = None
     if arguments.against is not None:
-        other = CpuBackend(library=NativeLibrary(backend.isa, arguments.against))
+        isa = arguments.against.stem.removeprefix("libnova-")
+        other = CpuBackend(library=NativeLibrary(isa, arguments.against))
     machine = roofline.measure()
     print(
         f"threads read {machine.bytes_per_second / 1e9:.1f} GB/s, multiply {machine.flops_per_second / 1e9:.0f} GFLOP/s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +26,9 @@ class Started:
 
 @contextlib.contextmanager
 def started_server(model: str, *flags: str) -> Iterator[Started]:
-    """Run `novainfer serve MODEL` on a free port; raises SystemExit if it does not get ready."""
+    """Run `novainfer serve MODEL` on a free port, from the main thread; raises SystemExit if it does not get ready."""
+    # A measurement that is told to end shall end its server, too, in the `finally` below.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = [sys.executable, "-m", "novainfer.entrypoints.cli", "serve", model, "--port", "0", *flags]
     began = time.perf_counter()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
@@ -39,6 +42,7 @@ def started_server(model: str, *flags: str) -> Iterator[Started]:
         else:
             raise SystemExit("the server did not get ready")
     finally:
+        signal.signal(signal.SIGTERM, before)
         process.terminate()
         try:
             process.wait(_STOP_TIMEOUT)

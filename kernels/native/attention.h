@@ -6,7 +6,7 @@
 // the segments of a long context can run on different threads.
 #pragma once
 
-#include "attention_rows.h"
+#include "attention_tiles.h"
 
 namespace {
 
@@ -62,7 +62,7 @@ void attend_whole(const AttentionArguments& args, const AttentionTask& task, lon
     Totals total, part;
     total.clear(task.rows, args.padded_dim);
     for (long segment = rows.seen_begin / kSegment * kSegment; segment < rows.seen_end; segment += kSegment) {
-        rows.attend(segment, part);
+        attend_segment(rows, segment, part);
         combine(total, part, task.rows, args.padded_dim);
     }
     rows.write(total);
@@ -95,7 +95,7 @@ void attend_all(const AttentionArguments& args, long threads) {
     parallel_for(count * segments, work, threads, [&](long i) {
         const long job = i / segments, segment = i % segments * kSegment;
         TaskRows<Cache> rows(args, tasks[job / heads], job % heads);
-        if (segment < rows.seen_end && segment + kSegment > rows.seen_begin) rows.attend(segment, parts[i]);
+        if (segment < rows.seen_end && segment + kSegment > rows.seen_begin) attend_segment(rows, segment, parts[i]);
     });
     parallel_for(count, 0.0, threads, [&](long i) {
         combine_parts<Cache>(args, tasks[i / heads], i % heads, parts + i * segments);

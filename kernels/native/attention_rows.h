@@ -113,20 +113,13 @@ struct TaskRows {
         return chunk;
     }
 
-    // The rows' attention to positions [segment, segment + kSegment).
-    void attend(long segment, Totals& part) {
-        part.clear(task.rows, args.padded_dim);
-        for (long r = 0; r < task.rows; r++) sums[r] = zero();
-        const long stop = smaller(segment + kSegment, seen_end);
-        for (long start = larger(segment, seen_begin / kChunk * kChunk); start < stop; start += kChunk) {
-            const Chunk<Stored> chunk = chunk_at(start, stop);
-            long r = 0;
-            for (; r + kTileQueries <= task.rows; r += kTileQueries) attend_chunk<kTileQueries>(chunk, r, part);
-            if (kTileQueries == 8 && r + 4 <= task.rows) attend_chunk<4>(chunk, r, part), r += 4;
-            if (r + 2 <= task.rows) attend_chunk<2>(chunk, r, part), r += 2;
-            if (r < task.rows) attend_chunk<1>(chunk, r, part);
-        }
-        for (long r = 0; r < task.rows; r++) part.sum[r] = sum_lanes(sums[r]);
+    // All rows over one chunk.
+    INLINE void attend_rows(const Chunk<Stored>& chunk, Totals& part) {
+        long row = 0;
+        for (; row + kTileQueries <= task.rows; row += kTileQueries) attend_chunk<kTileQueries>(chunk, row, part);
+        if (kTileQueries == 8 && row + 4 <= task.rows) attend_chunk<4>(chunk, row, part), row += 4;
+        if (row + 2 <= task.rows) attend_chunk<2>(chunk, row, part), row += 2;
+        if (row < task.rows) attend_chunk<1>(chunk, row, part);
     }
 
     // Rows [row, row + R) over one chunk.

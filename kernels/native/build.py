@@ -21,7 +21,8 @@ SOURCE_DIR = Path(__file__).parent
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")
-ISA_FLAGS = {"avx512bf16": _AVX512_BF16, "avx512f": _AVX512, "avx2": _AVX2, "portable": ()}
+_AMX_BF16 = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")
+ISA_FLAGS = {"amxbf16": _AMX_BF16, "avx512bf16": _AVX512_BF16, "avx512f": _AVX512, "avx2": _AVX2, "portable": ()}
 # The kernels are written in vectors and unrolled by hand, so -O2 gives the speed of -O3 in a third of the time. Fused
 # products are spelled out: the compiler must not choose them.
 _FLAGS = (

@@ -1,13 +1,13 @@
 // Every kernel for one instruction set. The build compiles this file once per set, with NOVA_ISA naming it.
 #include "attention.h"
 #include "kv_store.h"
-#include "linear.h"
 #include "program.h"
 #include "prompt_lookup.h"
 #include "quantize.h"
 #include "quantized.h"
 #include "rowwise.h"
 #include "sampling.h"
+#include "tiled_linear.h"
 
 #define JOIN(a, b, c) a##b##_##c
 #define EXPAND(a, b, c) JOIN(a, b, c)

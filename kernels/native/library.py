@@ -69,9 +69,9 @@ class NativeLibrary:
 
 
 def load_library(isa: str | None = None) -> NativeLibrary:
-    """The library of `isa`, of $NOVAINFER_CPU_ISA, or the best one here; built first where needed.
+    """The library of `isa`, of $NOVAINFER_CPU_ISA, or the best one that can be had here; built first where needed.
 
-    Raises NativeBuildError if it cannot be built or loaded, or if the processor does not have the instruction set.
+    Raises NativeBuildError if none can be built or loaded, or if the processor does not have the instruction set.
     """
     return _load(isa or os.environ.get("NOVAINFER_CPU_ISA") or None)
 
@@ -79,13 +79,15 @@ def load_library(isa: str | None = None) -> NativeLibrary:
 @functools.cache
 def _load(isa: str | None) -> NativeLibrary:
     available = supported_isas()
-    chosen = isa or available[0]
-    if chosen not in available:
-        raise NativeBuildError(f"this processor does not run '{chosen}', only {', '.join(available)}")
-    try:
-        return NativeLibrary(chosen)
-    except OSError as error:
-        raise NativeBuildError(f"cannot load the native kernels: {error}") from error
+    if isa is not None and isa not in available:
+        raise NativeBuildError(f"this processor does not run '{isa}', only {', '.join(available)}")
+    failure: Exception | None = None
+    for name in available if isa is None else (isa,):
+        try:
+            return NativeLibrary(name)
+        except (NativeBuildError, OSError) as error:  # a compiler may be older than the processor
+            failure = failure or error
+    raise NativeBuildError(f"cannot load the native kernels: {failure}") from failure
 
 
 def panel_shape(steps: int, columns: int, dtype: torch.dtype) -> tuple[int, ...]:

@@ -98,11 +98,10 @@ struct Output {
 
     // Not in line: what it needs of registers would be missing in the loop over K.
     NOINLINE void write_sums(long row, const long* panels, const float* sums, long num_rows, long num_panels) const {
-        for (long n = 0; n < num_panels; n++) {
-            const long column = panels[n] * kLanes, count = args.n - column;
-            const Vec bias = args.bias == nullptr ? zero() : load_some(args.bias + column, count);
-            for (long m = 0; m < num_rows; m++) {
-                const long at = (first_row + row + m) * args.n + column;
+        for (long m = 0; m < num_rows; m++) {  // row by row: what lies side by side there is written at once
+            for (long n = 0; n < num_panels; n++) {
+                const long column = panels[n] * kLanes, count = args.n - column, at = (first_row + row + m) * args.n + column;
+                const Vec bias = args.bias == nullptr ? zero() : load_some(args.bias + column, count);
                 const Vec values = load(sums + (m * num_panels + n) * kLanes) + bias;
                 if (args.out_dtype == kFloat32) {
                     store_some((float*)y + at, values, count);
@@ -150,9 +149,9 @@ struct LinearTile {
     }
 };
 
-// y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
+// As `linear` of tiled_linear.h, for every instruction set and shape.
 template <class T>
-void linear(const LinearArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
+void vector_linear(const LinearArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
     using Format = typename FormatOf<T>::type;
     using X = typename Format::X;
     for_each_tile<X>(x, x_stride, m, args.k, Format::kPack, threads, [&](const Operands<X>& operands) {

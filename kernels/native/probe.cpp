@@ -1,5 +1,20 @@
 // The best instruction set of this processor, by the names that `kernels.native.build.ISA_FLAGS` has for them.
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Whether there are tile registers that multiply bf16, and the system lets this process use them.
+static bool has_tiles() {
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned a, b, c, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTile) == 0) return false;
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+#endif
+
 extern "C" __attribute__((visibility("default"))) const char* nova_best_isa() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -10,7 +25,8 @@ extern "C" __attribute__((visibility("default"))) const char* nova_best_isa() {
     // Only Cooper Lake has the bf16 products without byte look-ups in two registers, which quantised weights are widened by.
     const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
                       __builtin_cpu_supports("avx512vnni");
-    return bf16 ? "avx512bf16" : "avx512f";
+    if (!bf16) return "avx512f";
+    return has_tiles() ? "amxbf16" : "avx512bf16";
 #else
     return "portable";
 #endif

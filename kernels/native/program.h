@@ -6,9 +6,9 @@
 
 #include "attention.h"
 #include "kv_store.h"
-#include "linear.h"
 #include "quantized.h"
 #include "rowwise.h"
+#include "tiled_linear.h"
 
 // Mirrored by `kernels.native.program.StepInputs`.
 struct StepInputs {

@@ -13,6 +13,7 @@ from kernels.kv_store.reference import is_quantized, quantize
 from kernels.native.build import supported_isas
 
 ISAS = supported_isas()
+DOT_PRODUCTS = ("amxbf16", "avx512bf16")  # those that multiply bf16 numbers in pairs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (None, torch.int8)
 CPU = torch.device("cpu")

@@ -28,6 +28,7 @@ CASES = (  # heads, sliding window, soft cap
     (Heads(head_dim=16, group=1, num_kv_heads=3), None, None),
     (Heads(head_dim=48, group=4, num_kv_heads=1, block_size=32), None, 30.0),
     (Heads(head_dim=64, group=7), 50, None),
+    (Heads(head_dim=96, group=5, num_kv_heads=1), 150, None),
     (Heads(head_dim=80, group=4, block_size=48), 17, 5.0),
     (Heads(head_dim=256, group=2, num_kv_heads=1, block_size=64), 130, None),
     (Heads(head_dim=18, group=3, num_kv_heads=1), 1, None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,27 @@ def test_broken_compiler_when_building_then_error_names_it_and_nothing_is_left(
     with pytest.raises(build.NativeBuildError, match=r"broken-g\+\+ failed: internal compiler error"):
         build.library_path("portable")
     assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_compiler_that_does_not_know_the_best_instruction_set_when_loaded_then_the_next_one(tmp_path: Path) -> None:
+    compiler = tmp_path / "old-g++"
+    compiler.write_text("#!/bin/sh\necho unrecognized option >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    best, *others = build.supported_isas()
+    for name in ("probe", *others[:1]):
+        library = build.library_path(name)
+        copy = tmp_path / "native" / library.parent.name / library.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, copy)
+    code = "from kernels.native.library import load_library; print(load_library().isa)"
+    environment = _environment(tmp_path, CXX=str(compiler))
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    if others:
+        assert result.stdout.strip() == others[0] != best, result.stderr
+    else:
+        assert "unrecognized option" in result.stderr
 
 
 def test_cache_folder_that_is_a_file_when_building_then_build_error(

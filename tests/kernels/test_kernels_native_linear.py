@@ -7,12 +7,12 @@ import torch
 
 from kernels.cpu_backend import CpuBackend
 from kernels.linear.cpu import PackedLinear
-from tests.kernels.native_cases import DTYPES, ISAS, TOLERANCE, relative_error, same_bits
+from tests.kernels.native_cases import DOT_PRODUCTS, DTYPES, ISAS, TOLERANCE, relative_error, same_bits
 
 pytestmark = pytest.mark.stage0
 
 ROWS = (1, 2, 3, 5, 7, 9, 13, 33, 100)
-SHAPES = ((1, 1), (16, 2), (17, 33), (48, 64), (100, 65), (163, 259))
+SHAPES = ((1, 1), (16, 2), (17, 33), (48, 64), (100, 65), (163, 259), (40, 1056))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,14 +34,17 @@ def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(i
             assert same_bits(linear(x[:rows]), exact[:rows].to(dtype)), (n, k, rows)
 
 
+@pytest.mark.parametrize("depth", [300, 608])
 @pytest.mark.parametrize("isa", ISAS)
-def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(isa: str) -> None:
-    weight, x = torch.randn(200, 300).bfloat16(), torch.randn(250, 300).bfloat16()
+def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(isa: str, depth: int) -> None:
+    weight, x = torch.randn(200, depth).bfloat16(), torch.randn(275, depth).bfloat16()
     linear = CpuBackend(isa).pack_linear(weight)
     whole = linear(x)
     assert relative_error(whole, x.double() @ weight.double().T) < TOLERANCE[torch.bfloat16]
-    for row in (0, 95, 96, 191, 192, 249):
+    for row in (0, 95, 96, 191, 192, 249, 255, 256, 274):
         assert same_bits(linear(x[row : row + 1])[0], whole[row])
+    for rows in (16, 17, 32, 33, 48, 50, 256):
+        assert same_bits(linear(x[:rows]), whole[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,16 +82,21 @@ def test_wrong_width_or_dtype_when_multiplied_then_value_error() -> None:
         linear(torch.randn(2, 3), torch.float16)
 
 
+@pytest.mark.parametrize("depth", [1, 32])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
-def test_special_numbers_when_multiplied_by_one_then_rounded_like_torch(isa: str, dtype: torch.dtype) -> None:
+def test_special_numbers_when_multiplied_by_one_then_rounded_like_torch(
+    isa: str, dtype: torch.dtype, depth: int
+) -> None:
     values = torch.tensor(
         [0.0, -0.0, 1e-40, -3e-8, 6e-8, 6.1e-5, 65504.0, 65519.9, 7e4, 3.3e38, torch.inf, -torch.inf, torch.nan]
     )
-    x = values.to(dtype).reshape(-1, 1)
-    actual = CpuBackend(isa).pack_linear(torch.ones(1, 1, dtype=dtype))(x)
-    if isa == "avx512bf16" and dtype == torch.bfloat16:
-        x = torch.where(x.abs() < 1e-37, 0.0, x)  # that instruction flushes subnormal inputs
+    x = torch.zeros(len(values), depth, dtype=dtype)
+    x[:, depth // 2] = values.to(dtype)
+    actual = CpuBackend(isa).pack_linear(torch.ones(1, depth, dtype=dtype))(x)
+    x = x[:, depth // 2 :][:, :1]
+    if isa in DOT_PRODUCTS and dtype == torch.bfloat16:
+        x = torch.where(x.abs() < 1e-37, 0.0, x)  # those instructions flush subnormal inputs
     assert torch.equal(actual.nan_to_num(nan=-7.0), x.nan_to_num(nan=-7.0))
     narrow = CpuBackend(isa).pack_linear(torch.ones(1, 1, dtype=torch.float16))
     assert torch.equal(narrow(x.half()).nan_to_num(nan=-7.0), x.half().nan_to_num(nan=-7.0))

@@ -18,6 +18,7 @@ from kernels.kv_store.reference import dequantize, quantize
 from kernels.reference_backend import ReferenceBackend
 from tests.kernels.native_cases import (
     CPU,
+    DOT_PRODUCTS,
     DTYPES,
     ISAS,
     TOLERANCE,
@@ -80,7 +81,7 @@ def _by_slot(tensor: Tensor) -> Tensor:
 def test_keys_and_values_when_stored_then_integers_and_scales_have_the_references_bits(
     isa: str, dtype: torch.dtype
 ) -> None:
-    in_pairs = isa == "avx512bf16" and dtype == torch.bfloat16
+    in_pairs = isa in DOT_PRODUCTS and dtype == torch.bfloat16
     backend = CpuBackend(isa)
     for dim, block_size in ((2, 16), (18, 48), (64, 16), (128, 32), (256, 16)):
         key, value = make_heads(40, dim, dtype), make_heads(41, dim, dtype)[1:]

@@ -1,0 +1,180 @@
+// Linear layers on tiles (tiles.h), where there are some: a panel of linear.h, cut into runs of 16 steps, is what they want.
+//
+// A layer goes this way or that of linear.h by its own shape alone, never by the number of rows.
+#pragma once
+
+#include "linear.h"
+#include "tiles.h"
+
+namespace {
+
+// Whether the layer was computed here.
+template <class T>
+INLINE bool tiled_linear(const LinearArguments&, const T*, long, void*, long, long) { return false; }
+
+#if defined(__AMX_BF16__)
+
+constexpr long kPairRows = 2 * kTileSide;  // rows of a full block: two tiles
+constexpr long kBlockDepth = 256;          // of a block's rows and panels, which then fit the first cache
+constexpr long kPassNumbers = 1L << 19;    // of rows that pass by a panel, so that they stay in the second cache
+constexpr long kAheadBytes = 4096;         // that a panel is asked for before its use, if it is used once
+
+// Rows as tiles: bytes from one row to the next, from one run of K to the next, from one 16 rows to the next.
+struct TileRows {
+    const char* x;
+    long row, run, tile;
+};
+
+// Lines that are asked for with each run: of the panels themselves, or of the next ones, `lines` from `at` on.
+struct Wanted {
+    const char* at;
+    long lines;
+
+    template <int P>
+    INLINE void ask(const char* const (&panels)[P], long run) {
+        if (at == nullptr) {
+            UNROLL for (int p = 0; p < P; p++) {
+                UNROLL for (int i = 0; i < kTileSide; i++) __builtin_prefetch(panels[p] + run + kAheadBytes + i * kRowBytes, 0, 3);
+            }
+            return;
+        }
+        for (long i = 0; i < lines; i++) __builtin_prefetch(at + i * kRowBytes, 0, 2);
+        at += lines * kRowBytes;
+    }
+};
+
+// Registers: sums of (row tile r, panel p) in 2 r + p, rows in 4 + r, panels in 6 + p.
+INLINE TileShape linear_shape(int i, long rows) {
+    const int tile = i < 4 ? i / 2 : i - 4;
+    return {i >= 6 ? kRunSteps : tile == 0 ? smaller(rows, kTileSide) : larger(0, rows - kTileSide), kRowBytes};
+}
+
+// sums (+)= rows times panels over `runs` runs. R: tiles of rows; P: panels. sums: [16 R][P][16].
+template <int R, int P>
+INLINE void multiply_tiles(const TileRows& rows, const char* const (&panels)[P], long runs, bool is_first, float* sums, Wanted& wanted) {
+    constexpr long stride = P * kLanes * sizeof(float);
+    if (is_first) {
+        tile_zero<0>();
+        if constexpr (P > 1) tile_zero<1>();
+        if constexpr (R > 1) tile_zero<2>();
+        if constexpr (R > 1 && P > 1) tile_zero<3>();
+    } else {
+        tile_load<0>(sums, stride);
+        if constexpr (P > 1) tile_load<1>(sums + kLanes, stride);
+        if constexpr (R > 1) tile_load<2>(sums + kTileSide * P * kLanes, stride);
+        if constexpr (R > 1 && P > 1) tile_load<3>(sums + (kTileSide * P + 1) * kLanes, stride);
+    }
+    const char* x = rows.x;
+    for (long at = 0; at < runs * kTileBytes; at += kTileBytes, x += rows.run) {
+        wanted.ask(panels, at);
+        tile_load<6>(panels[0] + at, kRowBytes);
+        tile_load<4>(x, rows.row);
+        tile_multiply<0, 4, 6>();
+        if constexpr (P > 1) tile_load<7>(panels[P - 1] + at, kRowBytes);
+        if constexpr (P > 1) tile_multiply<1, 4, 7>();
+        if constexpr (R > 1) tile_load<5>(x + rows.tile, rows.row);
+        if constexpr (R > 1) tile_multiply<2, 5, 6>();
+        if constexpr (R > 1 && P > 1) tile_multiply<3, 5, 7>();
+    }
+    tile_store<0>(sums, stride);
+    if constexpr (P > 1) tile_store<1>(sums + kLanes, stride);
+    if constexpr (R > 1) tile_store<2>(sums + kTileSide * P * kLanes, stride);
+    if constexpr (R > 1 && P > 1) tile_store<3>(sums + (kTileSide * P + 1) * kLanes, stride);
+}
+
+struct TiledLinear {
+    const LinearArguments& args;
+    TileRows rows;
+    long num_rows;
+    Output<Bf16> output;
+
+    const char* panel_at(long panel) const { return (const char*)args.packed + panel * args.k * kLanes * sizeof(Bf16); }
+
+    // All rows over panels [begin, end).
+    void run(long begin, long end) const {
+        static thread_local Scratch scratch;
+        float* sums = scratch.get<float>(round_up(num_rows, kPairRows) * 2 * kLanes);
+        TileRegisters registers;
+        long panel = begin;
+        for (; panel + 2 <= end; panel += 2) sweep<2>(panel, end, sums, registers);
+        if (panel < end) sweep<1>(panel, end, sums, registers);
+    }
+
+    template <int P>
+    void sweep(long panel, long end, float* sums, TileRegisters& registers) const {
+        const long blocks = ceil_div(num_rows, kPairRows), depth = blocks > 1 ? kBlockDepth : args.k;
+        const char* next = blocks == 1 ? nullptr : panel_at(panel + P < end ? panel + P : panel);
+        Wanted wanted{next, ceil_div(P * kTileSide, blocks)};
+        for (long k = 0; k < args.k; k += depth) {
+            const long runs = smaller(depth, args.k - k) / kRunDepth;
+            const bool is_last = k + depth >= args.k;
+            const char* panels[P];
+            for (int p = 0; p < P; p++) panels[p] = panel_at(panel + p) + k * kLanes * sizeof(Bf16);
+            for (long row = 0; row < num_rows; row += kPairRows) {
+                const long count = smaller(kPairRows, num_rows - row);
+                const TileRows from = {rows.x + row / kTileSide * rows.tile + k / kRunDepth * rows.run, rows.row, rows.run, rows.tile};
+                float* to = sums + row * P * kLanes;
+                registers.shape(count, [&](int i) { return linear_shape(i, count); });
+                if (count > kTileSide) {
+                    multiply_tiles<2, P>(from, panels, runs, k == 0, to, wanted);
+                } else {
+                    multiply_tiles<1, P>(from, panels, runs, k == 0, to, wanted);
+                }
+                if (is_last) write<P>(row, panel, to, count);
+            }
+        }
+    }
+
+    template <int P>
+    INLINE void write(long row, long panel, const float* sums, long count) const {
+        const long column = panel * kLanes, at[2] = {panel, panel + 1};
+        const bool is_whole = P == 2 && column + 2 * kLanes <= args.n, is_plain = args.bias == nullptr && args.out_dtype != kFloat32;
+        if (!is_whole || !is_plain || args.out_dtype == kRounded) return output.write_sums(row, at, sums, count, P);
+        // The same in few instructions, since the multiplication waits for them. (The tiles hold no subnormal numbers.)
+        Bf16* to = (Bf16*)output.y + (output.first_row + row) * args.n + column;
+        for (long m = 0; m < count; m++, to += args.n, sums += 2 * kLanes) {
+            const __m512bh line = _mm512_cvtne2ps_pbh(load(sums + kLanes).p[0], load(sums).p[0]);
+            memcpy(to, &line, sizeof line);
+        }
+    }
+};
+
+// Rows [m, k] -> [ceil(m / 16)][k / 32][16][32].
+INLINE void put_in_tiles(const Bf16* x, long x_stride, long m, long k, char* to, long threads) {
+    parallel_ranges(ceil_div(m, kTileSide), 1, kElementWork * m * k, threads, [&](long begin, long end) {
+        for (long row = begin * kTileSide; row < smaller(m, end * kTileSide); row++) {
+            char* at = to + row / kTileSide * k * kTileSide * sizeof(Bf16) + row % kTileSide * kRowBytes;
+            for (long run = 0; run < k; run += kRunDepth, at += kTileBytes) memcpy(at, x + row * x_stride + run, kRowBytes);
+        }
+    });
+}
+
+INLINE bool tiled_linear(const LinearArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
+    static thread_local Scratch scratch;
+    if (args.k % kRunDepth != 0) return false;
+    const long pass = clamp(kPassNumbers / args.k / kPairRows * kPairRows, 2 * kPairRows, 2 * kTileRows);
+    for (long first = 0; first < m; first += pass) {
+        const long count = smaller(pass, m - first);
+        TileRows rows = {(const char*)(x + first * x_stride), x_stride * 2, kRowBytes, kTileSide * x_stride * 2};
+        if (count > kPairRows) {
+            char* tiles = scratch.get<char>(round_up(count, kTileSide) * args.k * 2);
+            put_in_tiles(x + first * x_stride, x_stride, count, args.k, tiles, threads);
+            rows = {tiles, kRowBytes, kTileBytes, args.k * kTileSide * 2};
+        }
+        const TiledLinear tile{args, rows, count, {args, y, first}};
+        parallel_ranges(ceil_div(args.n, kLanes), kGroupPanels, (double)count * args.n * args.k, threads, [&](long begin, long end) {
+            tile.run(begin, end);
+        });
+    }
+    return true;
+}
+
+#endif
+
+// y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
+template <class T>
+void linear(const LinearArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
+    if (!tiled_linear(args, x, x_stride, y, m, threads)) vector_linear(args, x, x_stride, y, m, threads);
+}
+
+}  // namespace

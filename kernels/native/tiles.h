@@ -1,0 +1,78 @@
+// The two-dimensional registers of AMX ("tiles"): one instruction multiplies 16 rows by 16 columns, up to 32 elements deep.
+//
+// Rows hold up to 32 bf16 numbers; columns lie in pairs, as in the panels of microkernel.h: 16 steps of a panel are a tile. Per output
+// the instruction sums the even and the odd products, each in order, and adds both to the accumulator: other bits than one product
+// after the other, but the same for every number of rows.
+#pragma once
+
+#include "vec.h"
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr long kRunSteps = 16, kRunDepth = 2 * kRunSteps;  // pairs, and elements of the summed dimension, in one tile
+constexpr long kTileSide = 16, kRowBytes = 64, kTileBytes = kTileSide * kRowBytes;
+
+// From and to memory whose rows lie `stride` bytes apart.
+template <int Register>
+INLINE void tile_load(const void* from, long stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Register) : "memory");
+}
+template <int Register>
+INLINE void tile_store(void* to, long stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(Register) : "memory");
+}
+template <int Register>
+INLINE void tile_zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(Register));
+}
+template <int Sum, int Rows, int Columns>
+INLINE void tile_multiply() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Rows), "i"(Columns));
+}
+
+struct TileShape {
+    long rows, row_bytes;
+};
+
+// The registers of this thread, as long as this lives: it must call nobody who has one, too.
+class TileRegisters {
+  public:
+    ~TileRegisters() {
+        if (rows_ != 0) asm volatile("tilerelease");
+    }
+
+    // Shapes register i as shape_of(i) says, if that was not done for so many rows before.
+    template <class ShapeOf>
+    INLINE void shape(long rows, const ShapeOf& shape_of) {
+        if (rows == rows_) return;
+        rows_ = rows;
+        struct {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t rows[16] = {};
+        } config;
+        for (int i = 0; i < 8; i++) {
+            const TileShape shape = shape_of(i);
+            config.rows[i] = shape.rows;
+            config.row_bytes[i] = shape.rows > 0 ? shape.row_bytes : 0;
+        }
+        asm volatile("ldtilecfg %0" ::"m"(config));
+    }
+
+  private:
+    long rows_ = 0;
+};
+
+// A process has to ask the system for the registers before it uses them.
+__attribute__((constructor)) void ask_for_tiles() {
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    syscall(SYS_arch_prctl, kRequest, kTileData);
+}
+
+}  // namespace
+
+#endif

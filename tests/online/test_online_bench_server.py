@@ -1,0 +1,46 @@
+"""The server that a measurement starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.servers import assert_gone
+
+pytestmark = pytest.mark.stage2
+
+MEASUREMENT = """
+import time
+from bench.server import started_server
+with started_server("demo") as server:
+    print(server.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With a path that is short enough for Ray's sockets."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def test_given_a_measurement_when_it_is_told_to_end_then_its_server_ends_too(folder: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", MEASUREMENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as measurement:
+        assert measurement.stdout is not None
+        server = psutil.Process(int(measurement.stdout.readline()))
+        processes = [server, *server.children(recursive=True)]
+        measurement.send_signal(signal.SIGTERM)
+        assert measurement.wait(60) == 128 + signal.SIGTERM
+    assert_gone(processes)
+    assert not list(folder.iterdir())
