@@ -34,78 +34,141 @@ namespace {
 // As `kernels.native.program` has them.
 enum OperationKind { kNormOp, kLinearOp, kQuantizedOp, kRotaryOp, kStoreKvOp, kAttentionOp, kActMulOp };
 
+constexpr long kTogether = 16;  // tokens that operations on single tokens work on one after the other: they stay in a cache
+
+INLINE bool is_by_token(const Operation& operation) {
+    return operation.kind == kNormOp || operation.kind == kRotaryOp || operation.kind == kStoreKvOp || operation.kind == kActMulOp;
+}
+
 template <class T>
-void norm_heads(const NormArguments& args, const Operation& operation, long num_tokens, long threads) {
-    const double work = kElementWork * num_tokens * operation.rows * args.hidden;
-    parallel_ranges(num_tokens, 4, work, threads, [&](long begin, long end) {
+INLINE const void* shifted(const void* x, long count) { return x == nullptr ? x : (const T*)x + count; }
+template <class T>
+INLINE void* shifted(void* x, long count) { return x == nullptr ? x : (T*)x + count; }
+
+template <class T>
+void norm_tokens(const Operation& operation, long begin, long end) {
+    NormArguments args = *(const NormArguments*)operation.arguments;
+    if (operation.rows > 0) {
         NormArguments heads = args;
         heads.rows = operation.rows;
         for (long token = begin; token < end; token++) {
-            heads.x = (const T*)args.x + token * operation.token_stride;
-            heads.out = (T*)args.out + token * operation.token_stride;
+            heads.x = shifted<T>(args.x, token * operation.token_stride);
+            heads.out = shifted<T>(args.out, token * operation.token_stride);
             rms_norm<T>(heads, 1);
         }
+        return;
+    }
+    args.x = shifted<T>(args.x, begin * args.x_stride);
+    args.residual = shifted<T>(args.residual, begin * args.residual_stride);
+    args.out = shifted<T>(args.out, begin * args.hidden);
+    args.sum = shifted<T>(args.sum, begin * args.hidden);
+    args.rows = end - begin;
+    rms_norm<T>(args, 1);
+}
+
+// An operation that is by token, on tokens [begin, end). False, having changed nothing, if an index of theirs points outside its table.
+template <class T>
+bool run_tokens(const Operation& operation, const StepInputs& step, long begin, long end) {
+    if (operation.kind == kRotaryOp) {
+        RotaryArguments args = *(const RotaryArguments*)operation.arguments;
+        args.query = shifted<T>(args.query, begin * args.query_token_stride);
+        args.key = shifted<T>(args.key, begin * args.key_token_stride);
+        args.positions = step.positions + begin;
+        args.num_tokens = end - begin;
+        return rotary<T>(args, 1);
+    }
+    if (operation.kind == kStoreKvOp) {
+        KvStoreArguments args = *(const KvStoreArguments*)operation.arguments;
+        args.key = shifted<T>(args.key, begin * args.key_token_stride);
+        args.value = shifted<T>(args.value, begin * args.value_token_stride);
+        args.slots = step.slots + begin;
+        args.num_tokens = end - begin;
+        return store_kv<T>(args, 1);
+    }
+    if (operation.kind == kNormOp) {
+        norm_tokens<T>(operation, begin, end);
+        return true;
+    }
+    ActMulArguments args = *(const ActMulArguments*)operation.arguments;
+    args.gate_up = shifted<T>(args.gate_up, begin * args.stride);
+    args.out = shifted<T>(args.out, begin * args.width);
+    args.rows = end - begin;
+    act_mul<T>(args, 1);
+    return true;
+}
+
+// Numbers of a token that an operation reads or writes, about.
+double numbers_of_token(const Operation& operation) {
+    if (operation.kind == kNormOp) return (double)((const NormArguments*)operation.arguments)->hidden * larger(1, operation.rows);
+    if (operation.kind == kActMulOp) return (double)((const ActMulArguments*)operation.arguments)->width;
+    if (operation.kind == kRotaryOp) {
+        const RotaryArguments& args = *(const RotaryArguments*)operation.arguments;
+        return 2.0 * (args.num_heads + args.num_kv_heads) * args.half;
+    }
+    const KvStoreArguments& args = *(const KvStoreArguments*)operation.arguments;
+    return 2.0 * args.num_kv_heads * args.head_dim;
+}
+
+// Operations that all are by token. Returns how many of them ran on all tokens.
+template <class T>
+long run_by_token(const Operation* operations, long count, const StepInputs& step, long threads) {
+    double numbers = 0.0;
+    for (long i = 0; i < count; i++) numbers += numbers_of_token(operations[i]);
+    long done = count;  // the first one that found a wrong index
+    parallel_ranges(step.num_tokens, 4, kElementWork * numbers * step.num_tokens, threads, [&](long begin, long end) {
+        for (long token = begin; token < end; token += kTogether) {
+            for (long i = 0; i < count; i++) {
+                if (run_tokens<T>(operations[i], step, token, smaller(end, token + kTogether))) continue;
+                long known = __atomic_load_n(&done, __ATOMIC_RELAXED);
+                while (i < known && !__atomic_compare_exchange_n(&done, &known, i, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+                }
+                return;
+            }
+        }
     });
+    return done;
 }
 
 // False if an index in the step's inputs points outside its table.
 template <class T>
 bool run_operation(const Operation& operation, const StepInputs& step, long threads) {
-    switch (operation.kind) {
-        case kNormOp: {
-            NormArguments args = *(const NormArguments*)operation.arguments;
-            args.rows = step.num_tokens;
-            operation.rows > 0 ? norm_heads<T>(args, operation, step.num_tokens, threads) : rms_norm<T>(args, threads);
-            return true;
-        }
-        case kLinearOp: {
-            const LinearArguments& args = *(const LinearArguments*)operation.arguments;
-            linear(args, (const T*)operation.x, operation.x_stride, operation.y, step.num_tokens, threads);
-            return true;
-        }
-        case kQuantizedOp: {
-            const QuantizedArguments& args = *(const QuantizedArguments*)operation.arguments;
-            quantized_linear(args, (const T*)operation.x, operation.x_stride, operation.y, step.num_tokens, threads);
-            return true;
-        }
-        case kRotaryOp: {
-            RotaryArguments args = *(const RotaryArguments*)operation.arguments;
-            args.positions = step.positions;
-            args.num_tokens = step.num_tokens;
-            return rotary<T>(args, threads);
-        }
-        case kStoreKvOp: {
-            KvStoreArguments args = *(const KvStoreArguments*)operation.arguments;
-            args.slots = step.slots;
-            args.num_tokens = step.num_tokens;
-            return store_kv<T>(args, threads);
-        }
-        case kAttentionOp: {
-            AttentionArguments args = *(const AttentionArguments*)operation.arguments;
-            args.query_start_loc = step.query_start_loc;
-            args.seq_lens = step.seq_lens;
-            args.block_table = step.block_table;
-            args.table_stride = step.table_stride;
-            args.table_width = step.table_width;
-            args.num_tokens = step.num_tokens;
-            args.num_seqs = step.num_seqs;
-            return paged_attention<T>(args, threads);
-        }
-        default: {
-            ActMulArguments args = *(const ActMulArguments*)operation.arguments;
-            args.rows = step.num_tokens;
-            act_mul<T>(args, threads);
-            return true;
-        }
+    if (operation.kind == kLinearOp) {
+        const LinearArguments& args = *(const LinearArguments*)operation.arguments;
+        linear(args, (const T*)operation.x, operation.x_stride, operation.y, step.num_tokens, threads);
+        return true;
     }
+    if (operation.kind == kQuantizedOp) {
+        const QuantizedArguments& args = *(const QuantizedArguments*)operation.arguments;
+        quantized_linear(args, (const T*)operation.x, operation.x_stride, operation.y, step.num_tokens, threads);
+        return true;
+    }
+    AttentionArguments args = *(const AttentionArguments*)operation.arguments;
+    args.query_start_loc = step.query_start_loc;
+    args.seq_lens = step.seq_lens;
+    args.block_table = step.block_table;
+    args.table_stride = step.table_stride;
+    args.table_width = step.table_width;
+    args.num_tokens = step.num_tokens;
+    args.num_seqs = step.num_seqs;
+    return paged_attention<T>(args, threads);
 }
 
-// Returns how many operations ran: all, unless one found an index outside its table.
+// Returns how many operations ran: all, unless one found an index outside its table. What came of that one's other tokens, and of
+// operations on single tokens around it, is then undefined.
 template <class T>
 long run_program(const Operation* operations, long count, const StepInputs& step, long threads) {
-    for (long i = 0; i < count; i++) {
-        if (!run_operation<T>(operations[i], step, threads)) return i;
-        __atomic_fetch_add(step.num_done, 1, __ATOMIC_RELAXED);
+    for (long i = 0; i < count;) {
+        long stop = i, done = 1;
+        while (stop < count && is_by_token(operations[stop])) stop++;
+        if (stop > i) {
+            done = run_by_token<T>(operations + i, stop - i, step, threads);
+        } else {
+            stop++;
+            if (!run_operation<T>(operations[i], step, threads)) done = 0;
+        }
+        __atomic_fetch_add(step.num_done, done, __ATOMIC_RELAXED);
+        if (done != stop - i) return i + done;
+        i = stop;
     }
     return count;
 }
