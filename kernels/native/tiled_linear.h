@@ -17,7 +17,6 @@ INLINE bool tiled_linear(const LinearArguments&, const T*, long, void*, long, lo
 constexpr long kPairRows = 2 * kTileSide;  // rows of a full block: two tiles
 constexpr long kBlockDepth = 256;          // of a block's rows and panels, which then fit the first cache
 constexpr long kPassNumbers = 1L << 19;    // of rows that pass by a panel, so that they stay in the second cache
-constexpr long kAheadBytes = 4096;         // that a panel is asked for before its use, if it is used once
 
 // Rows as tiles: bytes from one row to the next, from one run of K to the next, from one 16 rows to the next.
 struct TileRows {
@@ -25,7 +24,7 @@ struct TileRows {
     long row, run, tile;
 };
 
-// Lines that are asked for with each run: of the panels themselves, or of the next ones, `lines` from `at` on.
+// Lines that are asked for with each run: of the panels themselves, that pass by once, or of the next ones, `lines` from `at` on.
 struct Wanted {
     const char* at;
     long lines;
@@ -34,7 +33,10 @@ struct Wanted {
     INLINE void ask(const char* const (&panels)[P], long run) {
         if (at == nullptr) {
             UNROLL for (int p = 0; p < P; p++) {
-                UNROLL for (int i = 0; i < kTileSide; i++) __builtin_prefetch(panels[p] + run + kAheadBytes + i * kRowBytes, 0, 3);
+                UNROLL for (int i = 0; i < kTileSide; i++) {
+                    __builtin_prefetch(panels[p] + run + kFarBytes + i * kRowBytes, 0, 2);
+                    __builtin_prefetch(panels[p] + run + kNearBytes + i * kRowBytes, 0, 3);
+                }
             }
             return;
         }
