@@ -1,7 +1,8 @@
 // Attention on tiles (tiles.h), where there are some: sixteen rows at a time, over the panels that any of them sees.
 //
-// What a row does not see has no part in its result: such scores are left out of the softmax, and such values, which are multiplied by
-// zero, are zero themselves where no row of the task sees them: a stale slot of the cache may hold NaN.
+// What a row does not see has no part in its result: such scores are left out of the softmax, and such values are multiplied by zero.
+// Those that no row of the task sees are zero themselves, for a stale slot of the cache may hold NaN; where one that only some of the rows
+// see is not a number or infinite, each row takes the values by itself.
 #pragma once
 
 #include "attention_rows.h"
@@ -24,7 +25,8 @@ struct ChunkTiles<PlainCache<Bf16>> {
     static constexpr long kValueSteps = kLanes / 2, kValueBytes = kLanes * sizeof(Bf16);  // of a panel
     static constexpr int kQuery = 4, kKeys = 5, kProbs = 6, kValues = 7;                  // registers; 0 to 3 are sums
     TileRegisters registers;
-    alignas(64) Bf16 cleaned[2][kLanes * kMaxDim];  // values of the panels at the ends of what is seen
+    alignas(64) Bf16 cleaned[2][kLanes * kMaxDim];  // values of the panels at the ends of what the task's rows see
+    alignas(64) Bf16 own[2][kLanes * kMaxDim];      // of what one row sees
 
     static INLINE bool fits(const AttentionArguments& args) { return args.head_dim % kRunDepth == 0; }
 
@@ -34,9 +36,7 @@ struct ChunkTiles<PlainCache<Bf16>> {
     }
 
     void attend(Rows& rows, Chunk<Bf16> chunk, Totals& part) {
-        const long first = chunk.first_panel, last = chunk.end_panel - 1;
-        chunk.value[first] = seen_values(rows, chunk, first, cleaned[0]);
-        if (last > first) chunk.value[last] = seen_values(rows, chunk, last, cleaned[1]);
+        clean_ends(rows, chunk, rows.seen_begin, rows.seen_end, cleaned);
         for (long row = 0; row < rows.task.rows; row += kTileSide) {
             const long count = smaller(kTileSide, rows.task.rows - row);
             alignas(64) float scores[kTileSide][kChunk];
@@ -44,17 +44,25 @@ struct ChunkTiles<PlainCache<Bf16>> {
             registers.shape(count, [&](int i) { return shape_of(i, count); });
             scores_of(rows, chunk, row, count, scores);
             softmax(rows, chunk, row, count, scores, part, probs);
-            const long dims = rows.args.head_dim;  // of an even number of panels
-            long d = 0;
-            for (; d + 4 * kLanes <= dims; d += 4 * kLanes) add_values<4>(rows, chunk, probs, row, d, part);
-            for (; d < dims; d += 2 * kLanes) add_values<2>(rows, chunk, probs, row, d, part);
+            if (may_share(rows, chunk, row, count)) {
+                add_all_values(rows, chunk, probs, row, part);
+            } else {
+                for (long r = 0; r < count; r++) add_values_alone(rows, chunk, probs + r, row + r, part);
+            }
         }
     }
 
-    // The panel's values, or a copy without those of tokens that no row sees.
-    static const Bf16* seen_values(const Rows& rows, const Chunk<Bf16>& chunk, long panel, Bf16* copy) {
+    // Copies of the values at the ends of positions [begin, end), without those beyond, in place of the chunk's own.
+    static void clean_ends(const Rows& rows, Chunk<Bf16>& chunk, long begin, long end, Bf16 (*copies)[kLanes * kMaxDim]) {
+        const long first = chunk.first_panel, last = chunk.end_panel - 1;
+        chunk.value[first] = seen_values(rows, chunk, first, begin, end, copies[0]);
+        if (last > first) chunk.value[last] = seen_values(rows, chunk, last, begin, end, copies[1]);
+    }
+
+    // The panel's values, or a copy in which those outside positions [begin, end) are zero.
+    static const Bf16* seen_values(const Rows& rows, const Chunk<Bf16>& chunk, long panel, long begin, long end, Bf16* copy) {
         const long start = chunk.start + panel * kLanes, dims = rows.args.padded_dim;
-        const long low = larger(0, rows.seen_begin - start), high = smaller(kLanes, rows.seen_end - start);
+        const long low = larger(0, begin - start), high = smaller(kLanes, end - start);
         if (low == 0 && high == kLanes) return chunk.value[panel];
         for (long pair = 0; pair < kLanes / 2; pair++) {
             const bool even = low <= 2 * pair && 2 * pair < high, odd = low <= 2 * pair + 1 && 2 * pair + 1 < high;
@@ -65,6 +73,39 @@ struct ChunkTiles<PlainCache<Bf16>> {
             }
         }
         return copy;
+    }
+
+    // Whether all values that some of these rows see, and some do not, are finite.
+    static bool may_share(const Rows& rows, const Chunk<Bf16>& chunk, long row, long count) {
+        const long begin = rows.begin[row + count - 1], end = rows.end[row];  // what all of them see: from row to row it ends later
+        for (long p = chunk.first_panel; p < chunk.end_panel; p++) {
+            const long start = chunk.start + p * kLanes;
+            if (begin <= larger(start, rows.seen_begin) && smaller(start + kLanes, rows.seen_end) <= end) continue;
+            const __m512i exponent = _mm512_set1_epi16(0x7f80);
+            for (long i = 0; i < kLanes * rows.args.padded_dim; i += 2 * kLanes) {
+                const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(chunk.value[p] + i), exponent);
+                if (_mm512_cmpeq_epi16_mask(bits, exponent) != 0) return false;
+            }
+        }
+        return true;
+    }
+
+    // One row, over what it sees; probs are its own.
+    NOINLINE void add_values_alone(const Rows& rows, Chunk<Bf16> chunk, const Bf16 (*probs)[kChunk], long row, Totals& part) {
+        const long low = clamp(rows.begin[row] - chunk.start, 0, kChunk), high = clamp(rows.end[row] - chunk.start, 0, kChunk);
+        if (low >= high) return;
+        chunk.first_panel = low / kLanes;
+        chunk.end_panel = ceil_div(high, kLanes);
+        clean_ends(rows, chunk, rows.begin[row], rows.end[row], own);
+        registers.shape(1, [&](int i) { return shape_of(i, 1); });
+        add_all_values(rows, chunk, probs, row, part);
+    }
+
+    static INLINE void add_all_values(const Rows& rows, const Chunk<Bf16>& chunk, const Bf16 (*probs)[kChunk], long row, Totals& part) {
+        const long dims = rows.args.head_dim;  // of an even number of panels
+        long d = 0;
+        for (; d + 4 * kLanes <= dims; d += 4 * kLanes) add_values<4>(rows, chunk, probs, row, d, part);
+        for (; d < dims; d += 2 * kLanes) add_values<2>(rows, chunk, probs, row, d, part);
     }
 
     // Those of panels that no row sees are anything.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from kernels.memory import WeightMemory
 from kernels.native.build import NativeBuildError, library_path, supported_isas
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in isa.cpp
 LANES = 16  # columns of a packed panel
@@ -81,13 +84,21 @@ def _load(isa: str | None) -> NativeLibrary:
     available = supported_isas()
     if isa is not None and isa not in available:
         raise NativeBuildError(f"this processor does not run '{isa}', only {', '.join(available)}")
-    failure: Exception | None = None
+    failures: list[NativeBuildError] = []
     for name in available if isa is None else (isa,):
         try:
-            return NativeLibrary(name)
-        except (NativeBuildError, OSError) as error:  # a compiler may be older than the processor
-            failure = failure or error
-    raise NativeBuildError(f"cannot load the native kernels: {failure}") from failure
+            library = NativeLibrary(name)
+        except NativeBuildError as error:  # a compiler may be older than the processor
+            failures.append(error)
+        except OSError as error:
+            raise NativeBuildError(f"cannot load the native kernels: {error}") from error
+        else:
+            if failures:
+                _log.warning(
+                    "using slower native kernels, for %s, since the best cannot be built: %s", name, failures[0]
+                )
+            return library
+    raise failures[0]
 
 
 def panel_shape(steps: int, columns: int, dtype: torch.dtype) -> tuple[int, ...]:

@@ -135,8 +135,10 @@ struct TiledLinear {
         // The same in few instructions, since the multiplication waits for them. (The tiles hold no subnormal numbers.)
         Bf16* to = (Bf16*)output.y + (output.first_row + row) * args.n + column;
         for (long m = 0; m < count; m++, to += args.n, sums += 2 * kLanes) {
-            const __m512bh line = _mm512_cvtne2ps_pbh(load(sums + kLanes).p[0], load(sums).p[0]);
-            memcpy(to, &line, sizeof line);
+            const __m512 low = (load(sums) + zero()).p[0], high = (load(sums + kLanes) + zero()).p[0];
+            const __mmask32 nan = _mm512_kunpackw(_mm512_cmpunord_ps_mask(high, high), _mm512_cmpunord_ps_mask(low, low));
+            const __m512i line = _mm512_mask_set1_epi16((__m512i)_mm512_cvtne2ps_pbh(high, low), nan, 0x7fc0);
+            _mm512_storeu_si512(to, line);
         }
     }
 };
@@ -153,7 +155,7 @@ INLINE void put_in_tiles(const Bf16* x, long x_stride, long m, long k, char* to,
 
 INLINE bool tiled_linear(const LinearArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
     static thread_local Scratch scratch;
-    if (args.k % kRunDepth != 0) return false;
+    if (args.k == 0 || args.k % kRunDepth != 0) return false;
     const long pass = clamp(kPassNumbers / args.k / kPairRows * kPairRows, 2 * kPairRows, 2 * kTileRows);
     for (long first = 0; first < m; first += pass) {
         const long count = smaller(pass, m - first);
@@ -164,8 +166,9 @@ INLINE bool tiled_linear(const LinearArguments& args, const Bf16* x, long x_stri
             rows = {tiles, kRowBytes, kTileBytes, args.k * kTileSide * 2};
         }
         const TiledLinear tile{args, rows, count, {args, y, first}};
-        parallel_ranges(ceil_div(args.n, kLanes), kGroupPanels, (double)count * args.n * args.k, threads, [&](long begin, long end) {
-            tile.run(begin, end);
+        const long panels = ceil_div(args.n, kLanes);
+        parallel_ranges(ceil_div(panels, 2), kGroupPanels / 2, (double)count * args.n * args.k, threads, [&](long begin, long end) {
+            tile.run(2 * begin, smaller(panels, 2 * end));
         });
     }
     return true;

@@ -29,6 +29,8 @@ CASES = (  # heads, sliding window, soft cap
     (Heads(head_dim=48, group=4, num_kv_heads=1, block_size=32), None, 30.0),
     (Heads(head_dim=64, group=7), 50, None),
     (Heads(head_dim=96, group=5, num_kv_heads=1), 150, None),
+    (Heads(head_dim=64, group=3, num_kv_heads=1), 70, 4.0),
+    (Heads(head_dim=32, group=2, num_kv_heads=1), None, 8.0),
     (Heads(head_dim=80, group=4, block_size=48), 17, 5.0),
     (Heads(head_dim=256, group=2, num_kv_heads=1, block_size=64), 130, None),
     (Heads(head_dim=18, group=3, num_kv_heads=1), 1, None),
@@ -178,3 +180,23 @@ def test_shape_without_native_kernel_when_attended_then_plain_layout_and_one_war
         assert context.caches[0].dim() == 4
         assert relative_error(context.attend(params), context.expected(params)) < TOLERANCE[torch.float32]
     assert sum("native attention" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("isa", ISAS)
+def test_value_that_is_not_finite_when_only_later_rows_see_it_then_the_others_have_their_own_bits(
+    isa: str, bad: float, window: int | None
+) -> None:
+    heads = Heads(head_dim=64, group=2, num_kv_heads=1)
+    params = _params(heads, window, None)
+    context = PagedContext(CpuBackend(isa), heads, 140, torch.bfloat16)
+    for position in (4, 35, 127):
+        context.value[position, 0, 7] = bad
+    context.backend.store_kv(context.key, context.value, *context.caches, context.slots(torch.arange(140)))
+    whole = context.attend(params)
+    alone = torch.cat([context.attend(params, position, position + 1) for position in range(140)])
+    assert torch.equal(whole.nan_to_num(nan=-7.0, posinf=-8.0), alone.nan_to_num(nan=-7.0, posinf=-8.0))
+    assert whole[:4].isfinite().all()
+    assert not whole[4:12].isfinite().all(-1).any()
+    assert bool(whole[12:35].isfinite().all()) == (window is not None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -45,6 +47,36 @@ def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(is
         assert same_bits(linear(x[row : row + 1])[0], whole[row])
     for rows in (16, 17, 32, 33, 48, 50, 256):
         assert same_bits(linear(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_no_bias_and_several_passes_when_multiplied_on_any_number_of_threads_then_the_same_bits(isa: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 64, generator=generator).bfloat16() * 1e-19 for n in (1152, 530))
+    x[5, 3], x[6, 3], x[7] = math.inf, math.nan, 1e19
+    strided = torch.cat([x, x], 1)[:, :64]
+    linear = CpuBackend(isa).pack_linear(weight)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found += [
+                linear(x),
+                linear(strided),
+                torch.cat([linear(strided[:20]), linear(strided[20:120]), linear(x[120:])]),
+            ]
+            found.append(torch.cat([linear(x[row : row + 1]) for row in range(len(x))]))
+            found += [linear.in_float32(x).bfloat16(), linear(x, torch.float32).bfloat16()]
+    finally:
+        torch.set_num_threads(before)
+    assert found[0][7].isfinite().all()
+    assert found[0][7].any()
+    for one in found:
+        assert torch.equal(one.nan_to_num(nan=-7.0), found[0].nan_to_num(nan=-7.0))
+    for number, one in enumerate(found):
+        if number % 6 < 4:  # bit for bit, NaN and zeros as well
+            assert torch.equal(one.view(torch.int16), found[0].view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
