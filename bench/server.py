@@ -27,11 +27,11 @@ class Started:
 @contextlib.contextmanager
 def started_server(model: str, *flags: str) -> Iterator[Started]:
     """Run `novainfer serve MODEL` on a free port, from the main thread; raises SystemExit if it does not get ready."""
-    # A measurement that is told to end shall end its server, too, in the `finally` below.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = [sys.executable, "-m", "novainfer.entrypoints.cli", "serve", model, "--port", "0", *flags]
     began = time.perf_counter()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    # A measurement that is told to end shall end its server, too, in the `finally` below, however often it is told.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -42,10 +42,11 @@ def started_server(model: str, *flags: str) -> Iterator[Started]:
         else:
             raise SystemExit("the server did not get ready")
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         process.terminate()
         try:
             process.wait(_STOP_TIMEOUT)
         finally:
             process.kill()
             process.stdout.close()  # type: ignore[union-attr]
+            signal.signal(signal.SIGTERM, before)

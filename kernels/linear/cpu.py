@@ -28,7 +28,7 @@ class LinearArguments(ctypes.Structure):
 
 
 class NativeLinear:
-    """x [M, K] -> x @ weight.T + bias [M, N], summed in fp32 in the order of K and rounded once.
+    """x [M, K] -> x @ weight.T + bias [M, N], summed in fp32 in one order for every M, rounded once.
 
     Holds a packed copy of the weight and a copy of the bias: the originals may be released.
     """
