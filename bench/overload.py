@@ -28,6 +28,8 @@ NUM_LIGHT = 8
 HEAVY_STREAMS = 64
 NUM_LOOKS = 10  # at the memory of the processes, while there is too much work
 WARM_SECONDS = 2.0  # of each phase, not counted
+# Of a request's output, where all have the same: clients that begin and end together would be another load than others.
+SPREAD = 0.5
 SIZES = {"light": (64, 32), "heavy": (1500, 256), "equal": (128, 64), "overload": (128, 256)}  # tokens in, tokens out
 
 
@@ -83,13 +85,13 @@ def overload(bench: Bench, seconds: float, factor: float) -> dict[str, Any]:
 
     def most(seed: int) -> tuple[float, list[str], dict[str, float]]:
         watched = UsageOverTime(warm + seconds / 3)
-        (seen,) = bench.run([Tenant(key, 96, num_input, num_output)], warm + seconds / 3, seed)
+        (seen,) = bench.run([Tenant(key, 96, num_input, num_output, spread=SPREAD)], warm + seconds / 3, seed)
         return tokens_per_second([seen], warm, warm + seconds / 3), seen.failures, watched.end()[1]
 
     before, failures_before, cores_before = most(6)
     rate = factor * before / num_output
     watched = UsageOverTime(warm + seconds)
-    (seen,) = bench.run([Tenant(key, 0, num_input, num_output, rate)], warm + seconds, 7)
+    (seen,) = bench.run([Tenant(key, 0, num_input, num_output, rate, SPREAD)], warm + seconds, 7)
     memory, cores = watched.end()
     after, failures_after, _ = most(8)
     good = tokens_per_second([seen], warm, warm + seconds)

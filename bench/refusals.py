@@ -17,13 +17,13 @@ from typing import Any
 
 from bench import report
 from bench.http_stream import Target
-from bench.overload import SIZES, usage
+from bench.overload import SIZES, SPREAD, usage
 from bench.server import started_server
 from bench.serving import DEFAULT_VOCABULARY, first_model
 from bench.tenants import Job, LoadProcesses, Seen, Tenant
 
-ROWS, WAITING = 64, 32  # places of the server, all taken by one client each
-WINDOW, SETTLE = 7.0, 1.5  # seconds measured; before that, with the load as it then is
+CLIENTS = 64 + 1024  # as many as the server has rows and places to wait: all are taken
+WINDOW, SETTLE = 10.0, 1.5  # seconds measured; before that, with the load as it then is
 LEAD = 12.0  # seconds until the first window: the load is drawn, every place taken
 
 
@@ -42,10 +42,10 @@ def run(url: str, model: str, pairs: int, rate: float) -> tuple[Seen, list[Windo
     total = LEAD + pairs * 2 * (SETTLE + WINDOW + 1.0)
     windows, refused = [], []
     with LoadProcesses(2) as processes:
-        full = Tenant(None, ROWS + WAITING, num_input, num_output)
+        full = Tenant(None, CLIENTS, num_input, num_output, spread=SPREAD)
         load = processes.start(Job(url, model, (full,), total, DEFAULT_VOCABULARY, 1))
         time.sleep(LEAD)
-        more = Tenant(None, 0, num_input, num_output, rate)
+        more = Tenant(None, 0, num_input, num_output, rate, SPREAD)
         for number in range(2 * pairs):
             has_refusals = number % 4 in (1, 2)
             job = Job(url, model, (more,), SETTLE + WINDOW, DEFAULT_VOCABULARY, 2 + number)
@@ -105,10 +105,10 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.refusals", description=__doc__)
     parser.add_argument("--pairs", type=int, default=8, help="of windows, one with refusals and one without")
-    parser.add_argument("--rate", type=float, default=270.0, help="requests a second that there is no room for")
+    parser.add_argument("--rate", type=float, default=400.0, help="requests a second that there is no room for")
     parser.add_argument("--output", help="JSON file for the result")
     arguments = parser.parse_args()
-    with started_server("demo", "--max-num-seqs", str(ROWS), "--max-waiting", str(WAITING)) as running:
+    with started_server("demo") as running:
         model = first_model(Target(running.base_url, None))
         figures = figures_of(*run(running.base_url, model, arguments.pairs, arguments.rate))
     report.write({"kind": "refusals", "rate": arguments.rate, **figures}, arguments.output)

@@ -34,6 +34,7 @@ class Tenant:
     num_input: int  # tokens
     num_output: int
     rate: float = 0.0  # requests per second, whatever comes of them
+    spread: float = 0.0  # of the output: each request's differs from `num_output` by up to this part of it
 
 
 @dataclass(slots=True)
@@ -160,7 +161,9 @@ class _Client:
 
     def send(self) -> None:
         """One request."""
-        body = self._bodies.body(self._tenant.num_input, self._tenant.num_output)
+        tenant = self._tenant
+        num_output = round(tenant.num_output * self._draw.uniform(1.0 - tenant.spread, 1.0 + tenant.spread))
+        body = self._bodies.body(tenant.num_input, num_output)
         self.seen.sent += 1
         self._pool.send(body, _Request(self))
 

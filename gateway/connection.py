@@ -10,12 +10,12 @@ import logging
 import re
 from typing import Any, cast
 
-from starlette.types import Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.door import Door
 from gateway.errors import ApiError
+from gateway.plain_request import PlainRequest, read_plain_head
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._reads_headers = True
-        self._at_door: tuple[RequestResponseCycle, ASGI3Application] | None = None  # a request that is not let in yet
+        self._at_door: PlainRequest | None = None  # a request that is not let in yet
+        self._held = b""  # what has come of it
         self._door_timer: asyncio.TimerHandle | None = None
         self._num_dropped = 0
         self._is_last = False  # nothing that comes is looked at any more
@@ -65,17 +66,78 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._num_dropped > MAX_DROPPED_BYTES:
                 self.transport.close()
             return
+        if self.door is None or not (self._held or self._is_idle()):
+            self._feed(data)
+        else:
+            self._pass_door(self.door, data)
+
+    def _feed(self, data: bytes) -> None:
         if self._awaits_head() and b"pgrade" in data.lower():
             data = _without_upgrade(data)
         super().data_received(data)
-        if self._at_door is not None:
-            self._pass_door(*self._at_door)
         if self._reads_headers:  # which nearly always come at once, and need no timer
             if self._header_timer is None:
                 self._start_header_timer()
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse()
+
+    def _pass_door(self, door: Door, data: bytes) -> None:
+        """Refuse a request that is here to its end, or let it in. Clients often send head and body one after the other:
+        a moment's wait for a body that is not long.
+        """
+        held = self._held = self._held + data
+        request = self._at_door = self._at_door or read_plain_head(held)
+        # One that does not read its answers is better off with a task that waits.
+        if request is None or self.flow.write_paused or not door.is_watched(request):
+            self._let_in()
+        elif len(held) >= request.num_bytes:
+            self._refuse_or_let_in(door, request)
+        elif request.body_bytes > MAX_HELD_BYTES:
+            self._let_in()
+        elif self._door_timer is None:
+            self._unset_keepalive_if_required()
+            self._door_timer = self.loop.call_later(DOOR_SECONDS, self._let_in)
+
+    def _refuse_or_let_in(self, door: Door, request: PlainRequest) -> None:
+        answer = None
+        if len(self._held) == request.num_bytes:  # what follows is the parser's matter
+            try:
+                answer = door.refusal(request, self.server_state.default_headers)
+            except Exception:
+                log.exception("the door failed")
+        if answer is None:
+            self._let_in()
+            return
+        self._leave_door()
+        self._stop_header_timer()
+        self.transport.write(answer)
+        self.on_response_complete()
+
+    def _let_in(self) -> None:
+        held = self._held
+        self._leave_door()
+        self._feed(held)
+
+    def _leave_door(self) -> None:
+        self._at_door = None
+        self._held = b""
+        if self._door_timer is not None:
+            self._door_timer.cancel()
+            self._door_timer = None
+
+    def _is_idle(self) -> bool:
+        """No byte of a request that is not answered has come."""
+        cycle = self.cycle
+        if self._reads_headers and self._header_bytes:
+            return False
+        return cycle is None or (cycle.response_complete and not cycle.more_body)
+
+    def shutdown(self) -> None:
+        """End the connection, after the answer to what has begun to come."""
+        if self._held:
+            self._let_in()
+        super().shutdown()
 
     def on_message_begin(self) -> None:
         if self._is_answering():
@@ -109,49 +171,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._at_door = cycle, app
-        if self.door is None or not self.door.is_watched(cast(Scope, cycle.scope)):
-            self._let_in()
-
-    def _pass_door(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Refuse a request that is here to its end, or let it in. Clients often send head and body one after the other:
-        a moment's wait for a body that is not long.
-        """
-        if cycle.more_body and len(cycle.body) < MAX_HELD_BYTES and not cycle.waiting_for_100_continue:
-            if self._door_timer is None:
-                self._door_timer = self.loop.call_later(DOOR_SECONDS, self._let_in)
-            return
-        answer = None
-        # A connection that is to be closed has more to say than the answer; one that does not read, a task that waits.
-        if self.door is not None and not cycle.more_body and cycle.keep_alive and not self.flow.write_paused:
-            try:
-                answer = self.door.refusal(cast(Scope, cycle.scope), len(cycle.body), self.server_state.default_headers)
-            except Exception:
-                log.exception("the door failed")
-        if answer is None:
-            self._let_in()
-            return
-        self._leave_door()
-        cycle.response_started = cycle.response_complete = True
-        cycle.body = bytearray()  # and let go of what the application would let go of
-        cycle.on_response = _nothing
-        self.transport.write(answer)
-        self.on_response_complete()
-
-    def _let_in(self) -> None:
-        at_door = self._at_door
-        self._leave_door()
-        if at_door is not None:
-            cycle, app = at_door
-            if cycle.scope["method"] != "HEAD":  # a body follows
-                cycle.transport = cast(asyncio.Transport, HeldHead(cycle))
-            super()._start_asgi_task(cycle, app)
-
-    def _leave_door(self) -> None:
-        self._at_door = None
-        if self._door_timer is not None:
-            self._door_timer.cancel()
-            self._door_timer = None
+        if cycle.scope["method"] != "HEAD":  # a body follows
+            cycle.transport = cast(asyncio.Transport, HeldHead(cycle))
+        super()._start_asgi_task(cycle, app)
 
     def _awaits_head(self) -> bool:
         """What comes next belongs to a request's head."""
@@ -219,10 +241,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
-
-
-def _nothing() -> None:
-    """Nothing is left to do."""
 
 
 def _without_upgrade(data: bytes) -> bytes:

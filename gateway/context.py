@@ -10,6 +10,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -63,7 +64,7 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        info = scope[_KEY] = RequestInfo(request_id_of(scope))
+        info = scope[_KEY] = RequestInfo(request_id_of(scope["headers"]))
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -86,9 +87,9 @@ class ContextMiddleware:
             self._metrics.http_request(scope["method"], info.handler, info.status)
 
 
-def request_id_of(scope: Scope) -> str:
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The caller's id where it is sane, else one of ours."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == b"x-request-id" and _SANE_ID.fullmatch(value):
             return str(value, "ascii")
     return f"req-{os.urandom(12).hex()}"

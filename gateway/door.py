@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from starlette.types import Scope
-
 from gateway.auth import KeyRing
 from gateway.context import RequestInfo, answer_headers, request_id_of
 from gateway.errors import to_api_error
+from gateway.plain_request import PlainRequest
 from gateway.routes.endpoint import TIMEOUT_HEADER
 from gateway.service import GatewayService
 from novainfer.errors import NovaInferError, OverloadedError
@@ -31,24 +30,24 @@ class Door:
         self._keys = keys
         self._is_open_to_pages = bool(service.config.server.cors_origins)
 
-    def is_watched(self, scope: Scope) -> bool:
-        """Whether there may be a `refusal` for a request with this line; asked before its body is here."""
-        return scope["method"] == "POST" and scope["path"] in PATHS and not self._is_open_to_pages
+    def is_watched(self, request: PlainRequest) -> bool:
+        """Whether there may be a `refusal` for it; asked before its body is here."""
+        return request.path in PATHS and not self._is_open_to_pages
 
-    def refusal(self, scope: Scope, body_bytes: int, headers_of_all: Sequence[Header]) -> bytes | None:
+    def refusal(self, request: PlainRequest, headers_of_all: Sequence[Header]) -> bytes | None:
         """The whole answer to a request that is here to its end and has no room; None if the application has to look.
 
-        scope: of HTTP/1.1, on a connection that is kept. headers_of_all: what comes before those of any answer.
+        headers_of_all: what comes before those of any answer.
         """
         service = self._service
-        headers = scope["headers"]
+        headers, body_bytes = request.headers, request.body_bytes
         kinds = [value for name, value in headers if name == b"content-type"]
         tenant = self._keys.tenant(headers) if kinds == [b"application/json"] else None
         if tenant is None or service.client.limits is None or any(name == _TIMEOUT for name, _ in headers):
             return None
         if body_bytes > service.max_body_bytes or not service.body_budget.has_room(tenant, body_bytes):
             return None
-        info = RequestInfo(request_id_of(scope), handler=scope["path"], tenant=tenant, body_bytes=body_bytes)
+        info = RequestInfo(request_id_of(headers), handler=request.path, tenant=tenant, body_bytes=body_bytes)
         try:
             service.refuse_if_full(info)
         except OverloadedError as error:
