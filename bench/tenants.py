@@ -67,7 +67,7 @@ class LoadProcesses:
     """Runs jobs, each in a process that ends with the block."""
 
     def __init__(self, count: int) -> None:
-        self._pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_give_way)
+        self._pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=give_way)
 
     def __enter__(self) -> LoadProcesses:
         return self
@@ -80,7 +80,7 @@ class LoadProcesses:
         return self._pool.submit(run_job, job)
 
 
-def _give_way() -> None:
+def give_way() -> None:
     """Clients on machines of their own would not stop a server's threads in mid-work."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # some containers forbid it
@@ -167,10 +167,10 @@ class _Client:
         self.seen.sent += 1
         self._pool.send(body, _Request(self))
 
-    def has_ended(self, *, was_accepted: bool) -> None:
-        """One of those who send one after the other has its answer; after a refusal it waits a little."""
+    def has_ended(self, pause: float = 0.0) -> None:
+        """One of those who send one after the other has its answer, and goes on after so many seconds."""
         if self._tenant.rate == 0:
-            asyncio.get_running_loop().call_later(0.0 if was_accepted else 0.2, self.send)
+            asyncio.get_running_loop().call_later(pause, self.send)
 
 
 class _Request:
@@ -192,16 +192,18 @@ class _Request:
 
     def ended(self) -> None:
         self._client.seen.completed += 1
-        self._client.has_ended(was_accepted=True)
+        self._client.has_ended()
 
     def failed(self, error: RequestError) -> None:
         seen = self._client.seen
         if error.status not in (429, 503):
             seen.failures.append(str(error))
-        else:
-            seen.refusals.append(time.perf_counter() - self._sent)
-            seen.num_retry_after += int(error.headers["retry-after"] or 0) >= 1
-        self._client.has_ended(was_accepted=False)
+            self._client.has_ended(pause=0.2)
+            return
+        seen.refusals.append(time.perf_counter() - self._sent)
+        retry_after = int(error.headers["retry-after"] or 0)
+        seen.num_retry_after += retry_after >= 1
+        self._client.has_ended(pause=max(retry_after, 0.2))
 
 
 def tokens_per_second(seen: Sequence[Seen], start: float, end: float) -> float:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class BodyWriter:
     """Writes into an answer whose body has begun what `send` would, without the way through all layers."""
 
+    __slots__ = ("_cycle",)
+
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 

@@ -7,19 +7,50 @@ Whatever is not as plain as most requests are is the application's matter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from gateway.auth import KeyRing
 from gateway.context import RequestInfo, answer_headers, request_id_of
-from gateway.errors import to_api_error
+from gateway.errors import retry_seconds, to_api_error
 from gateway.plain_request import PlainRequest
 from gateway.routes.endpoint import TIMEOUT_HEADER
 from gateway.service import GatewayService
 from novainfer.errors import NovaInferError, OverloadedError
+from novainfer.protocol.messages import EngineStats
 
 _TIMEOUT = TIMEOUT_HEADER.encode()
 Header = tuple[bytes, bytes]
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+_BLANK = "\0"  # where an answer differs from the next one
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A refusal that all get until something changes: what it holds for, the answer around what is each one's own."""
+
+    tenant: str
+    path: str
+    num_changes: int  # of the limits
+    stats: EngineStats | None
+    headers_of_all: Sequence[Header]
+    body_bytes: int  # the smallest body; a larger one has even less room
+    error: OverloadedError
+    parts: list[bytes]
+    counts: tuple[Callable[[], None], ...]
+
+    def answer(self, request_id: bytes) -> bytes:
+        """To one more request; counts it."""
+        for count in self.counts:
+            count()
+        seconds = retry_seconds(self.error, request_id)
+        retry_after, milliseconds, name, rest = self.parts
+        return b"%b%d%b%d%b%b%b" % (
+            retry_after, math.ceil(seconds), milliseconds, math.ceil(seconds * 1000), name, request_id, rest,
+        )  # fmt: skip
 
 
 class Door:
@@ -29,6 +60,7 @@ class Door:
         self._service = service
         self._keys = keys
         self._is_open_to_pages = bool(service.config.server.cors_origins)
+        self._standing: Standing | None = None
 
     def is_watched(self, request: PlainRequest) -> bool:
         """Whether there may be a `refusal` for it; asked before its body is here."""
@@ -47,14 +79,51 @@ class Door:
             return None
         if body_bytes > service.max_body_bytes or not service.body_budget.has_room(tenant, body_bytes):
             return None
-        info = RequestInfo(request_id_of(headers), handler=request.path, tenant=tenant, body_bytes=body_bytes)
+        standing = self._standing
+        if standing is None or not self._holds(standing, request, tenant, headers_of_all):
+            standing = self._standing = self._look(request, tenant, headers_of_all)
+        return None if standing is None else standing.answer(request_id_of(headers).encode())
+
+    def _holds(self, standing: Standing, request: PlainRequest, tenant: str, headers_of_all: Sequence[Header]) -> bool:
+        limits = self._service.limits
+        return (
+            standing.num_changes == limits.num_changes
+            and standing.stats is self._service.client.stats
+            and standing.headers_of_all is headers_of_all
+            and standing.tenant == tenant
+            and standing.path == request.path
+            and standing.body_bytes <= request.body_bytes
+            and limits.is_timeless(tenant)
+            and not limits.draining
+        )
+
+    def _look(self, request: PlainRequest, tenant: str, headers_of_all: Sequence[Header]) -> Standing | None:
+        """The refusal that a request gets now, which is yet to be counted."""
+        service = self._service
+        info = RequestInfo(_BLANK, handler=request.path, tenant=tenant, body_bytes=request.body_bytes)
         try:
-            service.refuse_if_full(info)
+            service.check_room(info)
         except OverloadedError as error:
-            answer = to_api_error(error, info.request_id)
+            answer = to_api_error(error)
+            answer.headers = dict.fromkeys(answer.headers, _BLANK)
+            found = error
         except NovaInferError:
             return None
         else:
             return None
-        service.metrics.http_request("POST", info.handler, answer.status)
-        return answer.message_of((*headers_of_all, *answer_headers(info)))
+        message = answer.message_of((*headers_of_all, *answer_headers(info)))
+        metrics = service.metrics
+        return Standing(
+            tenant,
+            request.path,
+            service.limits.num_changes,
+            service.client.stats,
+            headers_of_all,
+            request.body_bytes,
+            found,
+            message.split(_BLANK.encode(), 3),
+            (
+                metrics.http_counter("POST", request.path, answer.status).inc,
+                metrics.rejected_counter(answer.status).inc,
+            ),
+        )

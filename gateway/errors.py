@@ -93,9 +93,14 @@ def to_api_error(error: Exception, request_id: str = "") -> ApiError:
     return ApiError(500, "The server failed to answer this request.", "internal_error")
 
 
+def retry_seconds(error: OverloadedError, request_id: bytes) -> float:
+    """`Retry-After` for one of those who were refused."""
+    jitter = zlib.crc32(request_id) / 2**32 if request_id else 0.0
+    return max(error.retry_after, 0.05) * (1.0 + _MAX_JITTER * jitter)
+
+
 def _overloaded(error: OverloadedError, request_id: str) -> ApiError:
-    jitter = zlib.crc32(request_id.encode()) / 2**32 if request_id else 0.0
-    seconds = max(error.retry_after, 0.05) * (1.0 + _MAX_JITTER * jitter)
+    seconds = retry_seconds(error, request_id.encode())
     headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
     code = "rate_limit_exceeded" if error.status == 429 else "overloaded"
     return ApiError(error.status, error.message, code, None, headers)

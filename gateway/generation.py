@@ -136,17 +136,22 @@ class Generation:
         sink = self._sink
         if sink is None or self.client_gone or self._failure is not None:
             return False
+        plain = self._plain.get((request_id, choice))
+        if plain is not None:
+            return plain.push(token_id)
+        if not sink.is_open:
+            return False
         try:
-            plain = self._plain.get((request_id, choice))
-            if plain is not None:
-                return plain.push(token_id, self._last_token_at, self._metrics.between_tokens)
-            if not sink.is_open:
-                return False
             self._pour_delta(sink, TokenOutput(request_id, choice, index, [token_id]))
         except Exception as error:
-            self._failure = error  # the one who waits raises it
-            self.wake()
+            self._fail(error)
         return True
+
+    def _fail(self, error: Exception) -> None:
+        """While tokens are poured: the one who waits raises it."""
+        self._failure = error
+        self._stream.direct = None
+        self.wake()
 
     def _pour_delta(self, sink: Sink, item: TokenOutput) -> None:
         """What is told of it; if all that follows is its text, the next ones are poured as that."""
@@ -157,7 +162,9 @@ class Generation:
         if output.is_plain:
             plain = sink.plain(output)
             if plain is not None:
+                plain.begin(self._stream, self._last_token_at, self._metrics.between_tokens, self._fail)
                 self._plain[item.request_id, item.choice] = plain
+                self._stream.shorten(item.request_id, item.choice, plain.push)
 
     def wake(self) -> None:
         """End a wait, though nothing may be there."""
@@ -263,6 +270,7 @@ class Generation:
         # What knows us is forgotten: a circle would stay, long prompts and all, until a garbage collection.
         self._stream.forget_error()
         self._failure = None
+        self._plain.clear()
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None

@@ -103,7 +103,10 @@ _NOBODY = Account(NO_QUOTA, time.monotonic)
 
 
 class Limits:
-    """Live requests of one gateway. `draining`: nothing new is let in."""
+    """Live requests of one gateway. `draining`: nothing new is let in.
+
+    num_changes: as long as it is the same, and time changes nothing (`is_timeless`), `check` says the same.
+    """
 
     def __init__(
         self,
@@ -119,6 +122,7 @@ class Limits:
         self.num_live = 0
         self.num_sequences = 0
         self.queued_tokens = 0
+        self.num_changes = 0
         self._max_live = max_live
         self._quotas = {name: quota.with_default(max_per_tenant) for name, quota in (quotas or {}).items()}
         self._default = NO_QUOTA.with_default(max_per_tenant)
@@ -132,6 +136,7 @@ class Limits:
         tokens = cost.prompt_tokens + cost.output_tokens
         if account.bucket is not None:
             account.bucket.take(tokens)
+        self.num_changes += 1
         self.num_live += cost.prompts
         self.num_sequences += cost.sequences
         self.queued_tokens += tokens
@@ -159,6 +164,10 @@ class Limits:
         if room is not None:
             self._check_room(account, cost, room)
         return account
+
+    def is_timeless(self, tenant: str) -> bool:
+        """The tenant has no limits of its own."""
+        return self._account(tenant).quota == NO_QUOTA
 
     def headers(self, tenant: str) -> dict[str, str]:
         """`x-ratelimit-*` as OpenAI has them, of the limits that the tenant has."""
@@ -221,6 +230,7 @@ class Limits:
 
     def _requeue(self, permit: Permit, tokens: int) -> None:
         change = tokens - permit.tokens
+        self.num_changes += 1
         permit.tokens = tokens
         if permit.is_queued:
             self.queued_tokens += change
@@ -229,6 +239,7 @@ class Limits:
             permit.account.bucket.take(change)
 
     def _leave_queue(self, permit: Permit) -> None:
+        self.num_changes += 1
         self.queued_tokens -= permit.tokens
         permit.account.queued_tokens -= permit.tokens
         permit.account.queued -= permit.cost.prompts
@@ -239,6 +250,7 @@ class Limits:
             self._leave_queue(permit)
         if account.bucket is not None:
             account.bucket.take(permit.used_tokens - permit.tokens)
+        self.num_changes += 1
         self.num_live -= cost.prompts
         self.num_sequences -= cost.sequences
         account.live -= cost.prompts

@@ -66,19 +66,27 @@ class GatewayMetrics:
 
     def http_request(self, method: str, handler: str, status: int) -> None:
         """Count one answer."""
+        self.http_counter(method, handler, status).inc()
+
+    def http_counter(self, method: str, handler: str, status: int) -> Counter:
+        """What counts such answers."""
         key = (method if method in _METHODS else "other", handler, str(status))
         counter = self._http_counters.get(key)
         if counter is None:
             counter = self._http_counters[key] = self._http.labels(*key)
-        counter.inc()
+        return counter
 
     def rejected(self, status: int) -> None:
         """Count a generation that was refused for its own fault, for lack of room or by a limit."""
+        self.rejected_counter(status).inc()
+
+    def rejected_counter(self, status: int) -> Counter:
+        """What counts such generations."""
         counter = self._rejected_counters.get(status)
         if counter is None:
             reason = {429: "rate_limit", 503: "overloaded"}.get(status, "invalid")
             counter = self._rejected_counters[status] = self._rejected.labels(reason)
-        counter.inc()
+        return counter
 
     def text_process_lost(self, reason: str) -> None:
         """Count one: 'time', 'unwanted' or 'died'."""

@@ -12,6 +12,7 @@ from gateway.body_writer import BodyWriter
 from gateway.histogram import TokenHistogram
 from gateway.watch import Watch
 from novainfer.client.output import ChoiceOutput
+from novainfer.client.stream import RequestStream
 
 
 class PlainChoice:
@@ -20,7 +21,19 @@ class PlainChoice:
     around: what stands before and behind a token's text in its event. spell: a text as JSON.
     """
 
-    __slots__ = ("_choice", "_head", "_output", "_spell", "_tail", "_watch", "_writer")
+    __slots__ = (
+        "_choice",
+        "_fail",
+        "_gaps",
+        "_head",
+        "_last_token_at",
+        "_output",
+        "_spell",
+        "_stream",
+        "_tail",
+        "_watch",
+        "_writer",
+    )
 
     def __init__(
         self,
@@ -37,19 +50,35 @@ class PlainChoice:
         self._writer = writer
         self._watch = watch
 
-    def push(self, token_id: int, last_token_at: list[float], gaps: TokenHistogram) -> bool:
-        """Take a token and say so, unless the client would not take at once what is written.
+    def begin(
+        self,
+        stream: RequestStream,
+        last_token_at: list[float],
+        gaps: TokenHistogram,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """Before the first `push`.
 
         last_token_at: by choice, on the performance counter; is brought up to date. gaps: seconds between two tokens.
         """
-        writer, choice = self._writer, self._choice
-        if not writer.is_open:
+        self._stream = stream
+        self._last_token_at = last_token_at
+        self._gaps = gaps
+        self._fail = fail
+
+    def push(self, token_id: int) -> bool:
+        """Take a token and say so, unless the client would not take at once what is written, or others come first."""
+        writer = self._writer
+        if not (self._stream.is_flowing and writer.is_open):
             return False
-        text = self._output.push_token(token_id)
-        now = time.perf_counter()
-        gaps.observe(now - last_token_at[choice])
-        last_token_at[choice] = now
-        if text:
-            writer.write_between(self._head, self._spell(text), self._tail)
-            self._watch.waits_since = self._watch.time()
+        try:
+            text = self._output.push_token(token_id)
+            now, choice, last_token_at = time.perf_counter(), self._choice, self._last_token_at
+            self._gaps.observe(now - last_token_at[choice])
+            last_token_at[choice] = now
+            if text:
+                writer.write_between(self._head, self._spell(text), self._tail)
+                self._watch.waits_since = now
+        except Exception as error:
+            self._fail(error)
         return True

@@ -239,15 +239,19 @@ class GatewayService:
         return self.admit(info, cost, self._room(engine))
 
     def refuse_if_full(self, info: RequestInfo) -> None:
-        """Raise `OverloadedError` if a generation with a body of this size has no room, whatever the body says."""
+        """`check_room`; a refusal is counted."""
         with self._counted_refusals:
-            engine = self.engine_info()
-            least = Cost(prompts=1, sequences=1, prompt_tokens=min(info.body_bytes // 2, engine.max_model_len))
-            try:
-                self.limits.check(info.tenant, least, self._room(engine))
-            except OverloadedError:
-                info.headers |= self.limits.headers(info.tenant)
-                raise
+            self.check_room(info)
+
+    def check_room(self, info: RequestInfo) -> None:
+        """Raise `OverloadedError` if a generation with a body of this size has no room, whatever the body says."""
+        engine = self.engine_info()
+        least = Cost(prompts=1, sequences=1, prompt_tokens=min(info.body_bytes // 2, engine.max_model_len))
+        try:
+            self.limits.check(info.tenant, least, self._room(engine))
+        except OverloadedError:
+            info.headers |= self.limits.headers(info.tenant)
+            raise
 
     def _room(self, engine: EngineInfo) -> Room:
         """This gateway's part of the places and tokens that may wait."""

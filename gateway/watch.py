@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 class Watch:
     """Whether its task waits, or sends, for too long; to be used in one `async with` of that task, and by it alone.
 
-    Set `waits_since` and `sends_since` (loop time; None: it does not) around the one and the other. After
+    Set `waits_since` and `sends_since` (`time`; None: it does not) around the one and the other. After
     `wait_seconds` of a wait `on_wait` is called, again and again; sending for `send_seconds` raises TimeoutError there.
     """
 
@@ -32,7 +33,7 @@ class Watch:
         self._loop = asyncio.get_running_loop()
         self._is_late = False
         self.waits_since = self.sends_since = None
-        self._arm(self._loop.time())
+        self._arm(self.time())
         return self
 
     async def __aexit__(
@@ -44,18 +45,21 @@ class Watch:
         if was_ours and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
-    def time(self) -> float:
-        """Of the loop."""
-        return self._loop.time()
+    @staticmethod
+    def time() -> float:
+        """Of the performance counter, in seconds."""
+        return time.perf_counter()
 
     def _arm(self, now: float) -> None:
         """For the moment when something that goes on, or begins now, may have taken too long."""
         waits = now if self.waits_since is None else self.waits_since
         sends = now if self.sends_since is None else self.sends_since
-        self._timer = self._loop.call_at(min(waits + self._wait_seconds, sends + self._send_seconds), self._look)
+        self._timer = self._loop.call_later(
+            max(min(waits + self._wait_seconds, sends + self._send_seconds) - now, 0.0), self._look
+        )
 
     def _look(self) -> None:
-        now = self._loop.time()
+        now = self.time()
         if self.sends_since is not None and now >= self.sends_since + self._send_seconds:
             self._is_late = True
             if self._task is not None:

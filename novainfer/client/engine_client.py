@@ -143,7 +143,7 @@ class EngineClient:
         scheduler is raised by the stream.
         """
         request_ids = [request.request_id for request in requests]
-        stream = RequestStream(request_ids, self.cancel, self._session.told, self._backlog)
+        stream = RequestStream(request_ids, self.cancel, self._session.told, self._backlog, self._session.shorten)
         self._session.submit(requests, stream, time.monotonic())
         return stream
 

@@ -7,7 +7,7 @@ entry takes each index once, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from novainfer.errors import ProtocolError
@@ -23,6 +23,17 @@ class JournalEntry:
     was_sent: an engine may have accepted it; the next one must not refuse it for want of room.
     A request that was taken over from another gateway brings tokens along (`AddRequest.emitted`).
     """
+
+    __slots__ = (
+        "_accepted_at",
+        "emitted",
+        "epoch",
+        "finish_reasons",
+        "num_cached_tokens",
+        "num_prompt_logprobs",
+        "request",
+        "was_sent",
+    )
 
     def __init__(self, request: AddRequest, *, accepted_at: float = 0.0, epoch: int = 0) -> None:
         self.request = request
@@ -130,6 +141,7 @@ class LiveChoice:
     entry: JournalEntry
     choice: int
     emitted: list[int]  # the entry's
+    short: Callable[[int], bool] | None = None  # takes a token at once, or says that it does not
 
 
 class Journal:

@@ -218,6 +218,12 @@ class GatewaySession:
             self._untold.remove(request_id)
             self._tell(Told(request_id))
 
+    def shorten(self, request_id: str, choice: int, short: Callable[[int], bool]) -> None:
+        """From now on plain tokens of a live choice are offered there first; those not taken go to its sink."""
+        entry = self._journal.get(request_id)
+        if entry is not None:
+            self._journal.choices[entry.request.ref + choice].short = short
+
     def fail_all(self, error: Exception, *, tell_engine: bool = False) -> None:
         """End every live request with `error`."""
         for entry in self._journal:
@@ -296,12 +302,14 @@ class GatewaySession:
                 continue
             entry, emitted = live.entry, live.emitted
             request_id = entry.request.request_id
-            if entry.epoch == epoch and len(emitted) == index and emitted and entry.finish_reasons[live.choice] is None:
-                emitted.append(token_id)
-                sinks[request_id].push_token(request_id, live.choice, index, token_id)
-            else:
+            if entry.epoch != epoch or len(emitted) != index or not emitted or entry.finish_reasons[live.choice]:
                 cached = max(entry.num_cached_tokens, 0)
                 self._take(TokenOutput(request_id, live.choice, index, [token_id], num_cached_tokens=cached), epoch)
+                continue
+            emitted.append(token_id)
+            short = live.short
+            if short is None or not short(token_id):
+                sinks[request_id].push_token(request_id, live.choice, index, token_id)
 
     def _handle_runs(self, batch: OutputBatch) -> None:
         """Plain tokens of several steps, held back while we were behind: one output for each choice."""

@@ -30,18 +30,34 @@ class RequestStream:
     `close` must be called in the end, read or not; it cancels what is still live.
     """
 
+    __slots__ = (
+        "_backlog",
+        "_cancel",
+        "_error",
+        "_live",
+        "_order",
+        "_pending",
+        "_request_ids",
+        "_shorten",
+        "_told",
+        "_waiter",
+        "direct",
+    )
+
     def __init__(
         self,
         request_ids: Iterable[str],
         cancel: Callable[[str, int, bool], None],
         told: Callable[[str], None] = lambda request_id: None,
         backlog: Backlog | None = None,
+        shorten: Callable[[str, int, Callable[[int], bool]], None] = lambda request_id, choice, short: None,
     ) -> None:
-        """`cancel`, `told`: see `GatewaySession`."""
+        """`cancel`, `told`, `shorten`: see `GatewaySession`."""
         self._request_ids = list(request_ids)
         self._live = set(self._request_ids)
         self._cancel = cancel
         self._told = told
+        self._shorten = shorten
         self._backlog = Backlog() if backlog is None else backlog
         self._order: deque[tuple[str, int]] = deque()  # keys of _pending, oldest first
         self._pending: dict[tuple[str, int], list[StreamItem]] = {}
@@ -82,8 +98,17 @@ class RequestStream:
         has piled up, tokens are merged instead.
         """
         direct = self.direct
-        if direct is None or self._order or self._backlog.is_behind or not direct(request_id, choice, index, token_id):
+        if direct is None or not self.is_flowing or not direct(request_id, choice, index, token_id):
             self.push(TokenOutput(request_id, choice, index, [token_id]))
+
+    @property
+    def is_flowing(self) -> bool:
+        """A token may go directly to the reader: nothing waits before it."""
+        return self.direct is not None and not self._order and not self._backlog.is_behind
+
+    def shorten(self, request_id: str, choice: int, short: Callable[[int], bool]) -> None:
+        """Let a choice's further tokens go there, without the way through here, while `is_flowing`: it has to look."""
+        self._shorten(request_id, choice, short)
 
     def push(self, item: StreamItem) -> None:
         """Add an output (the client's reader task)."""

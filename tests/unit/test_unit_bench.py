@@ -14,7 +14,7 @@ import pytest
 from bench import report, workloads
 from bench.http_stream import RequestError, Target
 from bench.overload import jain_index
-from bench.refusals import Window, figures_of
+from bench.refusals import BARE, GATEWAY, NONE, Window, figures_of
 from bench.serving import Load, Measured, meets, parse_goodput, run, send, summary
 from bench.tenants import Seen
 
@@ -202,15 +202,19 @@ def test_a_result_when_written_then_it_names_commit_and_machine(
     assert "1.50" in capsys.readouterr().out
 
 
-def test_given_windows_in_turns_when_they_are_compared_then_each_with_the_one_beside_it() -> None:
-    def window(has_refusals: bool, rate: float, load: float) -> Window:
-        return Window(has_refusals, rate, {"load": load, "idle": 0.0} | ({"late": 1.0} if has_refusals else {}))
+def test_given_windows_in_turns_when_they_are_compared_then_each_with_those_beside_it() -> None:
+    def window(refuses: str, rate: float, load: float) -> Window:
+        return Window(refuses, rate, {"load": load, "idle": 0.0} | ({"late": 1.0} if refuses == BARE else {}))
 
-    windows = [window(False, 100.0, 0.1), window(True, 90.0, 0.2), window(True, 50.0, 0.3), window(False, 50.0, 0.1)]
+    first = [window(NONE, 100.0, 0.1), window(BARE, 96.0, 0.2), window(GATEWAY, 90.0, 0.2)]
+    second = [window(GATEWAY, 50.0, 0.3), window(BARE, 40.0, 0.4), window(NONE, 50.0, 0.1)]
     seen = Seen(refusals=[0.001, 0.003])
-    found = figures_of(Seen(failures=["one"]), windows, [seen, Seen()])
-    assert [found[f"goodput_ratio_{kind}"] for kind in ("least", "median", "most")] == [0.9, 0.95, 1.0]
-    assert found["goodput_ratio_of_sums"] == pytest.approx(140 / 150)
-    assert (found["cores load, with refusals"], found["cores load, without"]) == (0.25, 0.1)
+    found = figures_of(Seen(failures=["one"]), [*first, *second], [seen, Seen()])
+    assert [found[f"goodput_ratio_gateway_{kind}"] for kind in ("least", "median", "most")] == [0.9, 0.95, 1.0]
+    assert found["goodput_ratio_gateway_of_sums"] == pytest.approx(140 / 150)
+    assert found["goodput_ratio_bare_median"] == pytest.approx(0.88)
+    assert found["goodput_ratio_gateway_of_bare_most"] == pytest.approx(1.25)
+    cores = [found[f"cores load, refusals by {kind}"] for kind in (NONE, BARE, GATEWAY)]
+    assert cores == pytest.approx([0.1, 0.3, 0.25])
     assert (found["refused"], found["failed_requests"], found["median_refusal_ms"]) == (2, 1, 2.0)
     assert not any("idle" in name or "late" in name for name in found)
