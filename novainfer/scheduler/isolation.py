@@ -15,15 +15,17 @@ from novainfer.scheduler.request import Sequence
 # A death from outside (SIGKILL, a hang, a lost host) says little about what ran: it takes two of them, with no token in
 # between, to make a suspect, and two more while it runs alone to convict it.
 _OUTSIDE_DEATHS = 2
-_REMEMBERED = 1024  # choices that were given up
+_REMEMBERED = 1024  # choices that went without a token since a death
 
 
 @dataclass(slots=True)
 class _Record:
-    """Deaths that a sequence was in since its last token."""
+    """Deaths that a sequence was in since its last token, and what follows from them."""
 
     together: int = 0
     alone: int = 0
+    is_suspect: bool = False
+    is_given_up: bool = False
 
 
 class Isolation:
@@ -33,15 +35,11 @@ class Isolation:
         self._suspects: dict[Sequence, None] = {}
         self._records: dict[Sequence, _Record] = {}
         self._lonely: Sequence | None = None
-        self._given_up: OrderedDict[tuple[str, int], None] = OrderedDict()  # (request id, choice)
+        self._gone: OrderedDict[tuple[str, int], _Record] = OrderedDict()  # by request id and choice
 
     def __bool__(self) -> bool:
         """Whether there is anybody to `clear`."""
         return bool(self._records)
-
-    def has_given_up(self, sequence: Sequence) -> bool:
-        """Its request was sent again by a gateway that the word of its end has not reached: it would kill once more."""
-        return (sequence.request.request_id, sequence.choice) in self._given_up
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._suspects
@@ -55,9 +53,29 @@ class Isolation:
         self._lonely = sequence
 
     def clear(self, sequence: Sequence) -> None:
-        """It got a token, or its end: it is not what kills."""
+        """It got a token: it is not what kills."""
         self._suspects.pop(sequence, None)
         self._records.pop(sequence, None)
+
+    def leave(self, sequence: Sequence) -> None:
+        """It has ended. What it did is remembered: a gateway whose link broke sends its requests again."""
+        self._suspects.pop(sequence, None)
+        record = self._records.pop(sequence, None)
+        if record is not None:
+            self._gone[sequence.request_id, sequence.choice] = record
+            if len(self._gone) > _REMEMBERED:
+                self._gone.popitem(last=False)
+
+    def come(self, sequence: Sequence) -> bool:
+        """It is new here, or was sent again. False: it was given up, and would kill once more."""
+        name = sequence.request_id, sequence.choice
+        record = self._gone.get(name)
+        if record is None or record.is_given_up:
+            return record is None
+        self._records[sequence] = self._gone.pop(name)
+        if record.is_suspect:
+            self._suspects[sequence] = None
+        return True
 
     def after_death(self, running: Iterable[Sequence], *, faulted: bool) -> Sequence | None:
         """The group died with these sequences in flight; `faulted`: by its own fault, not from outside.
@@ -71,15 +89,11 @@ class Isolation:
             if sequence is self._lonely:
                 record.alone += 1
                 if faulted or record.alone >= _OUTSIDE_DEATHS:
-                    self._give_up(sequence)
+                    record.is_given_up = True
                     return sequence
             else:
                 record.together += 1
                 if faulted or record.together >= _OUTSIDE_DEATHS:
+                    record.is_suspect = True
                     self._suspects[sequence] = None
         return None
-
-    def _give_up(self, sequence: Sequence) -> None:
-        self._given_up[sequence.request.request_id, sequence.choice] = None
-        if len(self._given_up) > _REMEMBERED:
-            self._given_up.popitem(last=False)

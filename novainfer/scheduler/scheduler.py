@@ -337,7 +337,7 @@ class Scheduler:
 
     def _already_ended(self, sequence: Sequence) -> TokenOutput | None:
         """A resumed choice whose last token was emitted, or which was given up, but whose end was lost."""
-        if self._isolation.has_given_up(sequence):
+        if not self._isolation.come(sequence):
             return self._end(sequence, FINISH_ERROR, error=_QUARANTINED)
         reason = sequence.finish_reason()
         return self._end(sequence, reason) if reason else None
@@ -353,7 +353,7 @@ class Scheduler:
             bound = (sequence.request.prompt_len if sequence.choice == 0 else 0) + 2 * sequence.request.max_tokens
             self._load.ended(sequence.work, bound)
         sequence.finished = True
-        self._isolation.clear(sequence)
+        self._isolation.leave(sequence)
         self._num_live -= 1
         self._shares.leave(sequence.tenant, self._step)
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1

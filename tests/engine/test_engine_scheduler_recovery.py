@@ -116,6 +116,31 @@ def test_given_a_request_that_kills_when_it_runs_among_others_then_it_alone_ends
     assert driver.streams["late", 0] == expected([8] * 6, max_tokens=3)
 
 
+@pytest.mark.parametrize(("faulted", "deaths"), [(True, 2), (False, 4)])
+def test_given_a_request_that_kills_when_its_link_breaks_after_each_death_then_it_kills_no_more_often(
+    faulted: bool, deaths: int
+) -> None:
+    driver = Driver(FragileExecutor())
+    requests = {"0": [0, 3, 5], "poison": [1, POISON, 2], "1": [6, 3, 5]}
+    for name, prompt in requests.items():
+        driver.add(name, prompt, max_tokens=6)
+    num_deaths = 0
+    while num_deaths < 10:
+        try:
+            driver.run()
+        except EngineError:
+            num_deaths += 1
+            replace_workers(driver, FragileExecutor(), faulted=faulted)
+        else:
+            break
+        for name, prompt in requests.items():  # what a gateway does whose link to the scheduler has broken
+            if (name, 0) not in driver.ends:
+                driver.engine.cancel(name)
+                driver.add(name, prompt, max_tokens=6, emitted=[driver.streams[name, 0]])
+    assert num_deaths == deaths
+    assert driver.ends == {("0", 0): FINISH_LENGTH, ("poison", 0): FINISH_ERROR, ("1", 0): FINISH_LENGTH}
+
+
 @pytest.mark.parametrize("faulted", [True, False])
 def test_given_a_request_that_was_given_up_when_it_is_sent_again_then_it_ends_at_once_as_before(faulted: bool) -> None:
     driver = Driver(FragileExecutor())

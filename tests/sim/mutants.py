@@ -536,6 +536,11 @@ def isolation_blames_whoever_ran(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant
+def what_a_request_did_is_forgotten_with_its_link(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Isolation, "leave", Isolation.clear)
+
+
+@mutant
 def one_death_from_outside_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(isolation, "_OUTSIDE_DEATHS", 1)
 

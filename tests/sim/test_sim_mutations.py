@@ -60,9 +60,10 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "deadlines_do_not_count": (SAFETY, 82),
     "deadlines_come_too_early": (SAFETY, 4),
     "the_budget_is_not_kept": (SAFETY, 8),
-    "isolation_never_clears": (SAFETY, 8),
+    "isolation_never_clears": (SAFETY, 59),
     "isolation_suspects_nobody": (LIVENESS, 86),
     "isolation_blames_whoever_ran": (SAFETY, 164),
+    "what_a_request_did_is_forgotten_with_its_link": (SAFETY, 524425),
     "one_death_from_outside_is_enough": (SAFETY, 1259),
 }
 # With faults of its own.
