@@ -318,9 +318,10 @@ class Replica:
             batch.refs.extend([sequence.ref for sequence in tokens.sequences])
             batch.indexes.extend(tokens.indexes)
             batch.token_ids.extend(tokens.token_ids)
-            begun = [s for s, i in zip(tokens.sequences, tokens.indexes, strict=True) if i == 0]
-            batch.begun_refs.extend([sequence.ref for sequence in begun])
-            batch.begun_cached.extend([max(sequence.request.num_cached_tokens, 0) for sequence in begun])
+            if 0 in tokens.indexes:
+                begun = [s for s, i in zip(tokens.sequences, tokens.indexes, strict=True) if i == 0]
+                batch.begun_refs.extend([sequence.ref for sequence in begun])
+                batch.begun_cached.extend([max(sequence.request.num_cached_tokens, 0) for sequence in begun])
         for output in outputs:
             identity = owner(output.request_id)
             if identity is not None:

@@ -120,6 +120,14 @@ class KVCacheManager:
         table.blocks.extend(new_blocks)
         return Growth(new_blocks, copies)
 
+    def append_block(self, table: BlockTable) -> int | None:
+        """Its next block, for tokens behind all those that it has room for; None if no block is free."""
+        if not self.pool.num_free:
+            return None
+        block = self._take()
+        table.blocks.append(block)
+        return block
+
     def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Offer the full blocks whose `num_computed` tokens are computed and known to the prefix index."""
         if not (self._caching and table.use_prefix_cache):

@@ -35,7 +35,10 @@ class StepAssembly:
         isolation: Isolation,
         pace: StepPace,
         max_num_batched_tokens: int,
+        *,
+        step: int,
     ) -> None:
+        """`step`: the number that its plan will have."""
         self.batch = StepBatch(max_num_batched_tokens)
         self._placement = placement
         self._rows = placement.rows
@@ -44,7 +47,10 @@ class StepAssembly:
         self._isolation = isolation
         self._pace = pace
         self._max_tokens = max_num_batched_tokens
-        self._draft_cost, self._drafts_left = 1.0, _MOST_DRAFTS
+        self._step = step
+        self._may_have_chunks = True  # False: every row on its way has but one token to compute
+        self._draft_cost: float | None = None  # what one more token adds to this step, over the time of each of its
+        self._drafts_left = _MOST_DRAFTS
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
         self._yielding: set[str] = set()  # those of them that make way, in this step
@@ -88,36 +94,48 @@ class StepAssembly:
             # One token, and not its last, however many drafts in flight come true.
             if s.num_computed_tokens + 1 == len(s.token_ids) + s.num_pending < s.end_len - s.num_ahead
         ]
-        block_size, add, charged = self._rows.info.block_size, self.batch.add, Counter[str]()
-        chosen = self._paced(wanted)
-        self._draft_cost = self._cost_of_drafts(chosen)
+        self._may_have_chunks = len(wanted) < len(order)
+        self._draft_cost = None
+        self._add_decodes(self._paced(wanted), order)
+
+    def _add_decodes(self, chosen: list[Sequence], order: list[Sequence]) -> None:
+        """One more token for each: `StepBatch.add` written out, since this runs for every token that is ever made."""
+        batch, block_size, step = self.batch, self._rows.info.block_size, self._step
+        first, add, paid = len(batch.decodes), batch.decodes.append, []
         for sequence in chosen:
             if sequence.row < 0:
                 continue  # it was preempted a moment ago, for another one
             computed = sequence.num_computed_tokens
-            at_edge = computed % block_size == 0 or sequence.num_ahead
-            if at_edge and not self._placement.grow(sequence, self.batch, order):
+            if (computed % block_size == 0 or sequence.num_ahead) and not self._placement.grow(sequence, batch, order):
                 continue
-            add(sequence, 1, self._drafts(sequence) if sequence.drafts is not None else 0)
-            units = 1 if computed < sequence.num_charged_tokens else 2
-            if units == 2:
+            if sequence.drafts is not None and (most := self._drafts(sequence, chosen)):
+                batch.allow_drafts(sequence, most)
+            add(sequence)
+            sequence.num_computed_tokens = computed + 1
+            sequence.num_pending += 1
+            sequence.last_step = step
+            if computed < sequence.num_charged_tokens:  # computed before, and lost since
+                paid.append(sequence)
+                sequence.work += 1
+            else:
                 sequence.num_charged_tokens = computed + 1
-            sequence.work += units
-            charged[sequence.tenant] += units
-        for name, units in charged.items():
-            self._shares.charge(name, units)
+                sequence.work += 2
+            if computed < sequence.prompt_len:
+                batch.prompts.append(sequence)
+        added = batch.decodes[first:]
+        batch.sampled_decodes += added
+        batch.budget -= len(added)
+        twice, once = Counter([s.tenant for s in added]), Counter([s.tenant for s in paid])
+        for name, count in twice.items():
+            self._shares.charge(name, 2 * count - once[name])
 
-    def _cost_of_drafts(self, decodes: list[Sequence]) -> float:
-        """What one more token adds to this step, over the time of each of its tokens."""
-        if not any(sequence.drafts is not None for sequence in decodes):
-            return 1.0
-        return self._pace.cost_of_token(len(decodes), sum(s.num_computed_tokens for s in decodes))
-
-    def _drafts(self, sequence: Sequence) -> int:
-        """The most drafts that a decode may have, behind its next token."""
+    def _drafts(self, sequence: Sequence, decodes: list[Sequence]) -> int:
+        """The most drafts that one of these decodes may have, behind its next token."""
         drafts, room = sequence.drafts, min(self.batch.budget - self._rows.num_rows, self._drafts_left)
         if drafts is None or room <= 0:
             return 0
+        if self._draft_cost is None:
+            self._draft_cost = self._pace.cost_of_token(len(decodes), sum(s.num_computed_tokens for s in decodes))
         left = sequence.end_len - sequence.num_tokens - sequence.num_ahead - 1  # one token is sampled in any case
         wanted = min(drafts.wanted(self._draft_cost), left, room)
         found = max(self._placement.room_for_drafts(sequence, wanted, self.batch), 0) if wanted > 0 else 0
@@ -161,6 +179,8 @@ class StepAssembly:
 
     def _schedule_chunks(self) -> None:
         """Prompts on their way, oldest first, the least served tenant's before. They have their blocks already."""
+        if not self._may_have_chunks:
+            return
         taken = set(map(id, self.batch.chunks))
         found: dict[str, list[Sequence]] = {}
         for s in self._rows.running:

@@ -15,19 +15,19 @@ from novainfer.scheduler.request import Sequence
 class StepRecord:
     """A step in flight. Columns, in the plan's order: one entry for each row that it runs.
 
-    `rows`, `generations` and `computed` are kept, since a sequence may lose its row before the result.
+    `rows` and `generations` are kept, since a sequence may lose its row before the result.
     """
 
     step: int
     sequences: list[Sequence]
     rows: list[int]
     generations: list[int]
-    computed: list[int]  # tokens computed when it has ended
     sampled: list[Sequence]  # those that get a token, and their rows
     sampled_rows: list[int]
     counts: list[int]  # tokens that each row computes, drafts aside
     drafts: list[int]  # empty, or the most drafts of each decode
     num_tokens: int  # that it computes
+    context: int  # tokens that those it computes attend to: all of its rows
     submitted: float | None  # seconds, on the caller's clock
 
     def sampled_by(self, result: StepResult) -> list[Sequence]:
@@ -57,11 +57,6 @@ class StepRecord:
             for item in result.prompt_logprobs
             if not by_row[item.row].request.finished
         ]
-
-    @property
-    def context(self) -> int:
-        """Tokens that those it computes attend to: all of its rows."""
-        return sum(self.computed)
 
 
 @dataclass(slots=True)
@@ -105,21 +100,21 @@ class StepBatch:
     drafts: dict[int, int] = field(default_factory=dict)  # the most drafts, by the place in `decodes`
     sampled_decodes: list[Sequence] = field(default_factory=list)
     sampled_chunks: list[Sequence] = field(default_factory=list)
+    # Those that may begin with this step, or compute the last token of their prompt.
+    prompts: list[Sequence] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_new_ids: int = 0  # integers that the new rows carry
 
-    def add(self, sequence: Sequence, num_new_tokens: int, drafts: int = 0) -> bool:
+    def add(self, sequence: Sequence, num_new_tokens: int) -> bool:
         """Schedule the sequence's next tokens and advance it: the step counts as computed from here on.
 
-        Whether one more token of it is sampled. `drafts`: the most that a decode may have.
+        Whether one more token of it is sampled.
         """
-        self.budget -= num_new_tokens + drafts
-        if drafts:
-            self.drafts[len(self.decodes)] = drafts
-            sequence.num_ahead += drafts
+        self.budget -= num_new_tokens
         sequence.num_computed_tokens = computed = sequence.num_computed_tokens + num_new_tokens
+        self.prompts.append(sequence)
         if num_new_tokens == 1:
             self.decodes.append(sequence)
         else:
@@ -130,6 +125,12 @@ class StepBatch:
         (self.sampled_decodes if num_new_tokens == 1 else self.sampled_chunks).append(sequence)
         sequence.num_pending += 1
         return True
+
+    def allow_drafts(self, sequence: Sequence, most: int) -> None:
+        """The decode that comes next may have so many drafts."""
+        self.drafts[len(self.decodes)] = most
+        self.budget -= most
+        sequence.num_ahead += most
 
     def add_new_row(self, row: NewRow) -> None:
         """A sequence starts with this step."""
@@ -162,17 +163,18 @@ class StepBatch:
         """What to remember of it."""
         sequences = self.decodes + self.chunks
         sampled = self.sampled_decodes + self.sampled_chunks
+        rows = [s.row for s in sequences]
         return StepRecord(
             step=step,
             sequences=sequences,
-            rows=[s.row for s in sequences],
+            rows=rows,
             generations=[s.generation for s in sequences],
-            computed=[s.num_computed_tokens for s in sequences],
             sampled=sampled,
-            sampled_rows=[s.row for s in sampled],
+            sampled_rows=rows if len(sampled) == len(sequences) else [s.row for s in sampled],
             counts=[1] * len(self.decodes) + self.chunk_sizes,
             drafts=[self.drafts.get(i, 0) for i in range(len(self.decodes))] if self.drafts else [],
             num_tokens=len(self.decodes) + sum(self.chunk_sizes),
+            context=sum([s.num_computed_tokens for s in sequences]),
             submitted=submitted,
         )
 

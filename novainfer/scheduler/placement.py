@@ -69,17 +69,20 @@ class Placement:
 
     def grow(self, sequence: Sequence, batch: StepBatch, order: list[Sequence]) -> bool:
         """A slot for the next token; preempts from the end of `order`. False if that was the sequence itself."""
+        kv, blocks = self.rows.kv, sequence.table.blocks
         first = sequence.num_computed_tokens + sequence.num_ahead  # as far as drafts in flight may have brought it
-        if len(sequence.table.blocks) * self.rows.info.block_size > first:
-            return True
-        while (growth := self.rows.kv.grow(sequence.table, first, first + 1)) is None:
+        had = len(blocks)
+        while len(blocks) * kv.block_size <= first:
+            if kv.append_block(sequence.table) is not None:
+                continue
             while not (victim := order.pop()).is_running:
                 pass
             self._preempt(victim)
             self._reserve_per_row = min(self._reserve_per_row + 1.0, _MAX_RESERVE)
             if victim is sequence:
                 return False
-        batch.new_blocks.append(NewBlocks(sequence.row, growth.new_blocks))
+        if len(blocks) > had:
+            batch.new_blocks.append(NewBlocks(sequence.row, blocks[had:]))
         return True
 
     def room_for_drafts(self, sequence: Sequence, wanted: int, batch: StepBatch) -> int:

@@ -230,7 +230,9 @@ class Scheduler:
             return None
         self._shares.forget_absent(self._step)
         budget = self._config.max_num_batched_tokens or self._info.max_num_batched_tokens
-        assembly = StepAssembly(self._placement, self.waiting, self._shares, self._isolation, self._pace, budget)
+        assembly = StepAssembly(
+            self._placement, self.waiting, self._shares, self._isolation, self._pace, budget, step=self._step + 1
+        )
         alone = suspect is not None and assembly.schedule_alone(suspect)
         self._isolation.runs_alone(suspect if alone else None)
         if not alone:
@@ -241,11 +243,10 @@ class Scheduler:
         self._step += 1
         record = batch.record(self._step, self._now)
         self._in_flight.append(record)
-        for sequence, computed in zip(record.sequences, record.computed, strict=True):
-            if not sequence.last_step:
-                self._not_begun.pop(sequence.request_id, None)
+        for sequence in batch.prompts:
             sequence.last_step = self._step
-            request = sequence.request
+            self._not_begun.pop(sequence.request_id, None)
+            request, computed = sequence.request, sequence.num_computed_tokens
             if not request.prompt_computed and sequence.choice == 0 and computed >= sequence.prompt_len:
                 request.prompt_computed = True
                 self._release_followers(request)
@@ -266,13 +267,14 @@ class Scheduler:
         sampled = record.sampled_by(result)
         self._load.done(record.num_tokens + 2 * len(sampled) - len(record.sampled))
         self._measure(record, sum(result.num_drafted))
-        bad = [s for s, row in zip(record.sequences, record.rows, strict=True) if row in result.bad_rows]
+        bad: list[Sequence] = []
+        if result.bad_rows:
+            bad = [s for s, row in zip(record.sequences, record.rows, strict=True) if row in result.bad_rows]
         block_size, full = self._info.block_size, []
         for sequence, generation, count in zip(record.sequences, record.generations, record.counts, strict=True):
             if generation == sequence.generation:
-                before = sequence.num_confirmed_tokens
-                sequence.num_confirmed_tokens = before + count
-                if before // block_size != (before + count) // block_size:
+                sequence.num_confirmed_tokens = confirmed = sequence.num_confirmed_tokens + count
+                if confirmed % block_size < count:
                     full.append(sequence)
         if record.drafts:
             full += take_drafts(record, result, self._shares, self.totals, block_size)
@@ -306,30 +308,31 @@ class Scheduler:
         plain, others = PlainTokens(), []
         add_sequence, add_index, add_token_id = plain.sequences.append, plain.indexes.append, plain.token_ids.append
         is_watching = bool(self._isolation)
-        logprobs = result.logprobs or repeat(None)
+        entries = result.logprobs or repeat(None)
         count = 0
-        for sequence, token_id, entry in zip(sampled, result.token_ids, logprobs, strict=False):
+        for sequence, token_id, entry in zip(sampled, result.token_ids, entries, strict=False):
             if sequence.finished:
                 continue
             sequence.num_pending -= 1
-            if sequence in bad:
+            if bad and sequence in bad:
                 continue
             if is_watching:
                 self._isolation.clear(sequence)
             known = sequence.token_ids
-            index = len(known) - sequence.prompt_len
+            length = len(known)
             known.append(token_id)
             count += 1
-            may_end = token_id in sequence.stop_token_ids or len(known) >= sequence.end_len
+            may_end = token_id in sequence.stop_token_ids or length + 1 >= sequence.end_len
             reason = sequence.finish_reason() if may_end else None
-            if reason is not None or entry is not None or sequence.ref < 0:
-                if reason is not None:
-                    self._finish(sequence, reason)
-                others.append(sequence.output(index, [token_id], reason, logprobs=None if entry is None else [entry]))
-            else:
+            if reason is None and entry is None and sequence.ref >= 0:
                 add_sequence(sequence)
-                add_index(index)
+                add_index(length - sequence.prompt_len)
                 add_token_id(token_id)
+                continue
+            if reason is not None:
+                self._finish(sequence, reason)
+            logprobs = None if entry is None else [entry]
+            others.append(sequence.output(length - sequence.prompt_len, [token_id], reason, logprobs=logprobs))
         self.totals.generation_tokens += count
         return plain, others
 
