@@ -53,6 +53,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     verify = commands.add_parser("verify", help="compute an answer again from its receipt", description=_VERIFY)
     verify.add_argument("receipt", metavar="RECEIPT_FILE", help="a receipt or a saved response with one ('-': stdin)")
     verify.add_argument("--model", help="folder or hub id of the checkpoint (default: the receipt's name)")
+    verify.add_argument("--tokenizer", help="the server's own --tokenizer, where it had one (default: the model's)")
     verify.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (default: as the receipt says)")
     verify.add_argument("--any-mode", action="store_true", help="compare even if this machine computes in another mode")
     sim = commands.add_parser("sim", help="simulate servers under faults", description=_SIM)
@@ -114,8 +115,9 @@ _USAGE = "%(prog)s [MODEL] [options]"
 _SERVE = """Serve a model with an OpenAI API. Every option is also a NOVAINFER_* variable (--max-model-len is
 NOVAINFER_MAX_MODEL_LEN) and a key of the YAML file given with --config; flags win over variables, variables over the
 file, the file over a preset, a preset over the defaults."""
-_VERIFY = """Compute an answer again from its receipt. Exit status 0: every token is the same; 1: it is not; 2: that
-cannot be told, because the receipt is none, the checkpoint is another one, or this machine computes in another mode."""
+_VERIFY = """Compute an answer again from its receipt. Exit status 0: every token is the same, and so is what the answer
+says (text, ends, counts), if the file holds one; 1: something is not; 2: that cannot be told, because the receipt is
+none, the checkpoint is another one, or this machine computes in another mode."""
 _SIM = """Run scheduler, journal and client logic in a simulated world (virtual time, one thread, faults drawn from
 the seed) and check what clients see. safety: faults go on to the end; liveness: they stop, and everything must finish.
 Exit status 1 if something was wrong: then the fewest faults that suffice are printed. docs/simulation.md says more."""

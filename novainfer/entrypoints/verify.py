@@ -1,9 +1,8 @@
-"""`novainfer verify`: compute answers again from their receipts, and compare."""
+"""`novainfer verify`: compute answers again from their receipts, and compare with those and with what they say."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from novainfer.checkpoint import WEIGHT_FILES, model_digest, resolve_checkpoint
+from novainfer.entrypoints.answer_faults import Echo, Recomputed, answer_faults, choice_faults
+from novainfer.entrypoints.saved_answer import SavedAnswer, read_answer
 from novainfer.errors import ConfigError, EngineError, NovaInferError
 from novainfer.mode import Mode
 from novainfer.receipt import ChoiceReceipt, Receipt, token_hash
 from novainfer.sampling.params import SamplingParams
+from novainfer.text.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
@@ -22,33 +24,14 @@ _BLOCK_SIZE = 16  # tokens
 
 
 def verify_command(arguments: argparse.Namespace) -> int:
-    """0 if every choice comes out as its receipt says, 1 if one does not. Raises `ConfigError` if that is unknown."""
+    """0 if every choice comes out as its receipt and the answer beside it say, 1 if one does not.
+
+    Raises `ConfigError` if that cannot be told.
+    """
     try:
-        receipts = find_receipts(_read(arguments.receipt))
-        return _verify(receipts, arguments)
+        return _verify(read_answer(_read(arguments.receipt)), arguments)
     except (NovaInferError, OSError, RuntimeError) as error:  # status 1 is kept for answers that differ
         raise ConfigError(f"cannot verify: {error}") from error
-
-
-def find_receipts(text: str) -> list[Receipt | None]:
-    """The receipts in `text`, one a prompt: a receipt itself, the body of a response, or a saved event stream.
-
-    None stands for a prompt that has none. Raises `ConfigError` or `InvalidRequestError` for anything else.
-    """
-    is_stream = text.startswith(("data:", ":"))
-    events = [line[5:].strip() for line in text.split("\n") if line.startswith("data:")] if is_stream else [text]
-    found: list[Any] = []
-    for document in (_parse(event) for event in events if event != "[DONE]"):
-        if isinstance(document.get("receipts"), list):
-            found += document["receipts"]
-        elif "receipt" in document:
-            found.append(document["receipt"])
-        elif "object" not in document and not is_stream:  # no answer of the API
-            found.append(document)
-    receipts = [None if data is None else Receipt.from_json(data) for data in found]
-    if not any(receipts):
-        raise ConfigError('the file holds no receipt: ask for one with `"receipt": true`')
-    return receipts
 
 
 def _read(name: str) -> str:
@@ -59,23 +42,15 @@ def _read(name: str) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ConfigError("the file is neither JSON nor an event stream") from None
-    if not isinstance(data, dict):
-        raise ConfigError("the file does not hold a JSON object")
-    return data
-
-
-def _verify(receipts: Sequence[Receipt | None], arguments: argparse.Namespace) -> int:
+def _verify(answer: SavedAnswer, arguments: argparse.Namespace) -> int:
     from novainfer.entrypoints.llm import LLM  # loads torch
 
-    given = [receipt for receipt in receipts if receipt is not None]
+    given = [receipt for receipt in answer.receipts if receipt is not None]
     first = given[0]
     if any(_origin(receipt) != _origin(first) for receipt in given):
         raise ConfigError("the receipts are of different models or modes, so not of one answer")
+    if answer.choices and any(receipt.params.n != first.params.n for receipt in given):
+        raise ConfigError("the receipts have different numbers of choices, so are not of one answer")
     mode = Mode.parse(first.mode)
     folder = _checkpoint(arguments.model or first.model, first.model_digest)
     with LLM(str(folder), **_options(first, mode, arguments)) as llm:
@@ -85,14 +60,7 @@ def _verify(receipts: Sequence[Receipt | None], arguments: argparse.Namespace) -
                 f"this machine computes in the mode '{llm.mode}', the receipt is of '{first.mode}', whose tokens may "
                 f"differ; --any-mode compares all the same"
             )
-        answers = iter(_recompute(llm, given))
-    is_equal = True
-    for number, receipt in enumerate(receipts):
-        if receipt is None:
-            print(f"prompt {number}: no receipt")
-        else:
-            is_equal = _compare(number, receipt, next(answers)) and is_equal
-    print("verified: every choice is equal" if is_equal else "NOT verified: a choice is different")
+        is_equal = _report(answer, _recompute(llm, given), llm.tokenizer)
     if not is_same_mode:
         print(f"only indicative: computed in the mode '{llm.mode}', the receipt is of '{first.mode}'")
     elif not mode.is_exact:
@@ -121,6 +89,7 @@ def _options(receipt: Receipt, mode: Mode, arguments: argparse.Namespace) -> dic
         "kv_cache_dtype": mode.kv_cache_dtype,
         "model_backend": mode.model_backend,
         "max_model_len": receipt.max_model_len,
+        "tokenizer": arguments.tokenizer,
         # Room for one sequence of the full length: what does not fit beside another waits, and comes out the same.
         "block_size": _BLOCK_SIZE,
         "num_blocks": -(-receipt.max_model_len // _BLOCK_SIZE),
@@ -134,8 +103,8 @@ def _options(receipt: Receipt, mode: Mode, arguments: argparse.Namespace) -> dic
     }
 
 
-def _recompute(llm: Any, receipts: Sequence[Receipt]) -> list[list[ChoiceReceipt]]:
-    """What each receipt's choices should say, by an `LLM`."""
+def _recompute(llm: Any, receipts: Sequence[Receipt]) -> list[list[Recomputed]]:
+    """What each receipt's choices should say, and the answer beside them, by an `LLM`."""
     ids = [
         llm.add_request(
             list(receipt.prompt_token_ids),
@@ -145,7 +114,7 @@ def _recompute(llm: Any, receipts: Sequence[Receipt]) -> list[list[ChoiceReceipt
         )
         for receipt in receipts
     ]
-    results: dict[str, list[ChoiceReceipt]] = {}
+    results: dict[str, list[Recomputed]] = {}
     while not llm.is_finished():
         results |= {result["request_id"]: [_choice(choice) for choice in result["choices"]] for result in llm.step()}
     return [results[request_id] for request_id in ids]
@@ -159,20 +128,47 @@ def _bounded(receipt: Receipt) -> SamplingParams:
     return replace(params, max_tokens=bound, logprobs=None, prompt_logprobs=None)
 
 
-def _choice(result: dict[str, Any]) -> ChoiceReceipt:
+def _choice(result: dict[str, Any]) -> Recomputed:
     if result["error"] is not None:
         raise EngineError(result["error"])
-    return ChoiceReceipt(len(result["token_ids"]), token_hash(result["token_ids"]), result["finish_reason"])
+    ids = result["token_ids"]
+    receipt = ChoiceReceipt(len(ids), token_hash(ids), result["finish_reason"])
+    return Recomputed(receipt, result["text"], ids, result["stop_reason"])
 
 
-def _compare(prompt: int, receipt: Receipt, recomputed: list[ChoiceReceipt]) -> bool:
-    for number, (claimed, found) in enumerate(zip(receipt.choices, recomputed, strict=True)):
-        name = f"prompt {prompt}, choice {number}"
-        if claimed == found:
-            print(f"{name}: equal ({_words(found)})")
+def _report(answer: SavedAnswer, recomputed: list[list[Recomputed]], tokenizer: Tokenizer) -> bool:
+    """Print how each choice compares, and what was compared; whether all is equal."""
+    found, is_equal = iter(recomputed), True
+    for number, receipt in enumerate(answer.receipts):
+        if receipt is None:
+            print(f"prompt {number}: no receipt, so nothing of it was compared")
         else:
-            print(f"{name}: DIFFERENT: the receipt says {_words(claimed)}; computed again: {_words(found)}")
-    return list(receipt.choices) == recomputed
+            echo = Echo(tokenizer, receipt.prompt_token_ids)
+            is_equal = _compare(number, receipt, next(found), answer, echo) and is_equal
+    for fault in answer_faults(answer):
+        print(f"the answer: DIFFERENT: {fault}")
+        is_equal = False
+    if not answer.choices:
+        print("only tokens were compared: there is no answer beside the receipt")
+    which = "every choice" if all(answer.receipts) else "every choice with a receipt"
+    also = ", and so is what the answer says" if answer.choices else ""
+    print(f"verified: {which} is equal{also}" if is_equal else "NOT verified: a choice or the answer is different")
+    return is_equal
+
+
+def _compare(prompt: int, receipt: Receipt, recomputed: list[Recomputed], answer: SavedAnswer, echo: Echo) -> bool:
+    """Print how the choices of one prompt compare: with the receipt, and if that is right, with the answer."""
+    is_equal = True
+    for number, (claimed, found) in enumerate(zip(receipt.choices, recomputed, strict=True)):
+        faults, note = [], ""
+        if claimed != found.receipt:
+            faults = [f"the receipt says {_words(claimed)}; computed again: {_words(found.receipt)}"]
+        elif answer.choices:
+            faults, note = choice_faults(answer, prompt * receipt.params.n + number, found, echo)
+        verdict = f"DIFFERENT: {'; '.join(faults)}" if faults else f"equal ({_words(found.receipt)}){note}"
+        print(f"prompt {prompt}, choice {number}: {verdict}")
+        is_equal = is_equal and not faults
+    return is_equal
 
 
 def _words(choice: ChoiceReceipt) -> str:

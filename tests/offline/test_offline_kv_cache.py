@@ -109,7 +109,7 @@ def test_given_receipts_of_that_mode_when_verified_then_they_are_equal_and_a_cha
         for result, params in zip(results, PARAMS, strict=True)
     ]
     file = tmp_path / "answer.json"
-    arguments = argparse.Namespace(receipt=str(file), model=None, device="cpu", any_mode=False)
+    arguments = argparse.Namespace(receipt=str(file), model=None, tokenizer=None, device="cpu", any_mode=False)
     file.write_text(json.dumps({"receipts": [receipt.to_json() for receipt in receipts]}), encoding="utf-8")
     assert verify_command(arguments) == EXIT_EQUAL
     changed = replace(receipts[-1], params=replace(receipts[-1].params, seed=99))

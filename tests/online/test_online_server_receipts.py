@@ -132,6 +132,42 @@ def test_given_a_changed_checkpoint_when_verified_then_status_2_with_the_reason(
     assert "has the digest" in output
 
 
+def test_given_a_tokenizer_of_another_vocabulary_when_verified_then_the_text_differs_unless_the_servers_is_named(
+    bodies: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    demo = REPOSITORY / "novainfer" / "assets" / "demo"
+    model = shutil.copytree(demo, tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab, added = tokenizer["model"]["vocab"], {token["content"] for token in tokenizer["added_tokens"]}
+    plain = [token for token in vocab if token not in added]
+    vocab |= dict(zip(plain, [vocab[token] for token in reversed(plain)], strict=True))
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    status, output = verify(bodies[0][0], tmp_path, "--model", str(model))
+    assert (status, "the answer's text is not that of these tokens" in output) == (1, True), output
+    assert verify(bodies[0][0], tmp_path, "--model", str(model), "--tokenizer", str(demo))[0] == 0
+
+
+def test_given_an_answer_that_says_something_else_when_verified_then_status_1_shows_where(
+    bodies: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    answer = json.loads(bodies[5][0])
+    answer["choices"][0]["text"] = "a lie"
+    status, output = verify(answer, tmp_path)
+    assert status == 1, output
+    assert "prompt 0, choice 0: DIFFERENT: the answer's text is not that of these tokens: from character 0 on" in output
+
+
+def test_given_a_prompt_without_a_receipt_when_verified_then_only_the_others_are(
+    bodies: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    answer = json.loads(bodies[4][0])
+    answer["receipts"][1] = None
+    status, output = verify(answer, tmp_path)
+    assert status == 0, output
+    assert "prompt 1: no receipt, so nothing of it was compared" in output
+    assert "verified: every choice with a receipt is equal, and so is what the answer says" in output
+
+
 def test_given_a_receipt_of_another_mode_when_verified_then_status_2_unless_any_mode_will_do(
     bodies: list[tuple[str, str]], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from novainfer.checkpoint import model_digest
-from novainfer.entrypoints.verify import find_receipts
+from novainfer.entrypoints.saved_answer import read_answer
 from novainfer.errors import ConfigError, InvalidRequestError
 from novainfer.mode import Mode
 from novainfer.receipt import ChoiceReceipt, Receipt, token_hash
@@ -124,19 +124,19 @@ def test_a_receipt_when_a_parameter_is_wrong_then_it_is_refused(name: str, value
 
 def test_files_with_receipts_when_read_then_each_form_gives_them() -> None:
     data = as_json()
-    whole = {"object": "text_completion", "choices": [{"text": "a\u2028data: b"}]}
+    whole = {"object": "text_completion", "choices": [{"index": 0, "text": "a\u2028data: b"}]}
     stream = [whole, whole | {"receipt": data}]
     events = "".join(f"data: {json.dumps(event)}\n\n" for event in stream) + ": keep-alive\n\ndata: [DONE]\n\n"
-    assert find_receipts(json.dumps(data)) == [RECEIPT]
-    assert find_receipts(json.dumps(whole | {"receipt": data}, ensure_ascii=False)) == [RECEIPT]
-    assert find_receipts(json.dumps(whole | {"receipts": [data, None]})) == [RECEIPT, None]
-    assert find_receipts(events) == [RECEIPT]
+    assert read_answer(json.dumps(data)).receipts == [RECEIPT]
+    assert read_answer(json.dumps(whole | {"receipt": data}, ensure_ascii=False)).receipts == [RECEIPT]
+    assert read_answer(json.dumps(whole | {"receipts": [data, None]})).receipts == [RECEIPT, None]
+    assert read_answer(events).receipts == [RECEIPT]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"object": "x"}', '{"receipt": null}', "data: [DONE]"])
 def test_a_file_without_a_receipt_when_read_then_config_error(text: str) -> None:
     with pytest.raises(ConfigError):
-        find_receipts(text)
+        read_answer(text)
 
 
 def test_a_mode_when_written_and_parsed_then_it_is_equal_and_nothing_else_is_one() -> None:
