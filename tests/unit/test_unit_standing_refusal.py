@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from gateway.limits import Cost, Limits, Permit, Room
 from gateway.metrics import GatewayMetrics
 from gateway.plain_request import PlainRequest
 from gateway.quotas import Quota
+from novainfer.config import KeyDigest
 from novainfer.errors import OverloadedError
 
 pytestmark = pytest.mark.unit
@@ -53,13 +56,19 @@ class Service:
         return sum(float(line.split()[-1]) for line in found)
 
 
-def request(num_bytes: int = 20, path: str = "/v1/completions", name: bytes = b"") -> PlainRequest:
+def request(num_bytes: int = 20, path: str = "/v1/completions", name: bytes = b"", tenant: str = "") -> PlainRequest:
     headers = [(b"content-type", b"application/json"), *([(b"x-request-id", name)] if name else [])]
+    headers += [(b"x-api-key", key_of(tenant))] if tenant else []
     return PlainRequest(path, headers, 100, num_bytes)
 
 
-def door_of(service: Service) -> Door:
-    return Door(service, KeyRing([]))  # type: ignore[arg-type]
+def key_of(tenant: str) -> bytes:
+    return b"key of " + tenant.encode()
+
+
+def door_of(service: Service, *tenants: str) -> Door:
+    keys = [KeyDigest(tenant, hashlib.sha256(key_of(tenant)).hexdigest()) for tenant in tenants]
+    return Door(service, KeyRing(keys))  # type: ignore[arg-type]
 
 
 def test_given_many_without_room_when_refused_then_one_look_is_enough_and_each_has_its_own_answer() -> None:
@@ -128,3 +137,83 @@ def test_given_a_tenant_with_a_quota_when_time_passes_then_its_refusals_do_not_s
         assert answer.startswith(b"HTTP/1.1 429 ")
         assert b"x-ratelimit-remaining-tokens: " in answer
     assert service.num_looks == 3
+
+
+def test_given_a_standing_refusal_of_one_tenant_when_another_has_room_then_it_is_let_in() -> None:
+    service = Service(heavy=Quota(), light=Quota())
+    door = door_of(service, "heavy", "light")
+    service.limits.reserve("heavy", Cost(sequences=1, prompt_tokens=80))
+    for _ in range(2):
+        answer = door.refusal(request(tenant="heavy"), COMMON)
+        assert answer is not None
+        assert b"Too many tokens wait." in answer
+    assert service.num_looks == 1
+    assert door.refusal(request(tenant="light"), COMMON) is None
+    assert door.refusal(request(tenant="heavy"), COMMON) is not None
+
+
+def begin_all(service: Service) -> list[Permit]:
+    permits = service.fill()
+    for permit in permits:
+        permit.begin()
+    return permits
+
+
+def queue_many_tokens(service: Service) -> list[Permit]:
+    return [service.limits.reserve("", Cost(sequences=1, prompt_tokens=95))]
+
+
+@pytest.mark.parametrize(
+    ("fill", "free"),
+    [
+        (Service.fill, Permit.release),
+        (begin_all, Permit.release),
+        (queue_many_tokens, Permit.release),
+        (queue_many_tokens, Permit.begin),
+        (queue_many_tokens, lambda permit: permit.correct(10)),
+    ],
+    ids=["a waiting one ends", "a running one ends", "its tokens are gone", "it has begun", "it was tokenised"],
+)
+def test_given_a_standing_refusal_when_there_is_room_then_the_next_is_let_in(
+    fill: Callable[[Service], list[Permit]], free: Callable[[Permit], None]
+) -> None:
+    service = Service()
+    door = door_of(service)
+    permits = fill(service)
+    assert all(door.refusal(request(), COMMON) for _ in range(2))
+    assert service.num_looks == 1
+    free(permits[0])
+    assert door.refusal(request(), COMMON) is None
+
+
+def test_given_a_standing_refusal_when_others_take_what_is_left_then_the_next_hears_what_is_wanting_now() -> None:
+    service = Service()
+    door = door_of(service)
+    queue_many_tokens(service)
+    answer = door.refusal(request(), COMMON)
+    assert answer is not None
+    assert b"Too many tokens wait." in answer
+    for _ in range(2):
+        service.limits.reserve("", Cost(sequences=1))
+    answer = door.refusal(request(), COMMON)
+    assert answer is not None
+    assert b"The server is full." in answer
+
+
+@pytest.mark.parametrize("stands", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_given_no_room_for_a_body_when_there_is_none_for_its_request_either_then_the_application_answers(
+    *, stands: bool, is_shared: bool
+) -> None:
+    service = Service()
+    budget = service.body_budget = ByteBudget(200, is_shared=is_shared)
+    door = door_of(service)
+    service.fill()
+    assert not stands or door.refusal(request(), COMMON) is not None
+    before = service.num_refused()
+    budget.take("", 81 if is_shared else 181)
+    assert door.refusal(request(20), COMMON) is None
+    assert service.num_refused() == before
+    assert door.refusal(request(19), COMMON) is not None
+    budget.give_back("", 1)
+    assert door.refusal(request(20), COMMON) is not None
