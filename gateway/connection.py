@@ -7,14 +7,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
-from typing import Any, cast
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from gateway.answer_transports import stand_in
 from gateway.door import Door
 from gateway.errors import ApiError
+from gateway.head_lines import HeadLines
 from gateway.plain_request import PlainRequest, read_plain_head
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_HELD_BYTES = 32 * 1024  # of a body at the door; below what uvicorn stops to read at
 DOOR_SECONDS = 0.05
 MAX_DROPPED_BYTES = 8 * MAX_HEADER_BYTES
-_UPGRADE = re.compile(rb"(\r\n)u(pgrade[ \t]*:)", re.IGNORECASE)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -43,7 +42,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._header_bytes = 0
+        self._head = HeadLines()
         self._header_timer: asyncio.TimerHandle | None = None
         self._reads_headers = True
         self._at_door: PlainRequest | None = None  # a request that is not let in yet
@@ -72,15 +71,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._pass_door(self.door, data)
 
     def _feed(self, data: bytes) -> None:
-        if self._awaits_head() and b"pgrade" in data.lower():
-            data = _without_upgrade(data)
-        super().data_received(data)
-        if self._reads_headers:  # which nearly always come at once, and need no timer
-            if self._header_timer is None:
-                self._start_header_timer()
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES:
-                self._refuse()
+        if not self._awaits_head():
+            super().data_received(data)
+            return
+        if self._is_answering():
+            if data.strip(b"\r\n"):
+                self._end_after_answer()
+            return
+        data = self._head.take(data)
+        if self._head.num_bytes > MAX_HEADER_BYTES:
+            words = f"The request's headers are larger than {MAX_HEADER_BYTES // 1024} KiB."
+            self._refuse(b"431 Request Header Fields Too Large", ApiError(431, words, "headers_too_large"))
+            return
+        if data:
+            super().data_received(data)
+        if self._head.num_bytes and self._header_timer is None:  # heads nearly always come at once, and need no timer
+            self._unset_keepalive_if_required()
+            self._start_header_timer()
 
     def _pass_door(self, door: Door, data: bytes) -> None:
         """Refuse a request that is here to its end, or let it in. Clients often send head and body one after the other:
@@ -129,7 +136,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _is_idle(self) -> bool:
         """No byte of a request that is not answered has come."""
         cycle = self.cycle
-        if self._reads_headers and self._header_bytes:
+        if self._head.num_bytes:
             return False
         return cycle is None or (cycle.response_complete and not cycle.more_body)
 
@@ -142,10 +149,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._is_answering():
             self._end_after_answer()
+        elif not self._head.num_bytes:  # behind a body that was not waited for: where it begins is not known
+            self._is_last = True
+            self.transport.close()
         if self._is_last:
             return
         super().on_message_begin()
-        self._header_bytes = 0
         self._reads_headers = True
 
     def on_url(self, url: bytes) -> None:
@@ -157,9 +166,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if not self._is_last:
-            self._reads_headers = False
-            self._stop_header_timer()
+        if self._is_last:
+            return
+        self._reads_headers = False
+        self._head.begin()
+        self._stop_header_timer()
+        if self.parser.should_upgrade():  # it is read as one without a body: what follows could be anything
+            self._refuse(b"400 Bad Request", ApiError(400, "This server changes no protocols.", "invalid_http"))
+        elif self.parser.get_http_version() != "1.0" and [name for name, _ in self.headers].count(b"host") != 1:
+            self._refuse(b"400 Bad Request", ApiError(400, "A request needs one Host header.", "invalid_http"))
+        else:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -169,10 +185,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_last:
             super().on_message_complete()
+            self.cycle.more_body = False  # also when it was answered before its end
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        if cycle.scope["method"] != "HEAD":  # a body follows
-            cycle.transport = cast(asyncio.Transport, HeldHead(cycle))
+        stand_in(cycle)
         super()._start_asgi_task(cycle, app)
 
     def _awaits_head(self) -> bool:
@@ -219,15 +235,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._stall_timer.cancel()
             self._stall_timer = None
 
-    def _refuse(self) -> None:
-        """Say that the headers are too large, and read on for a while: the client may not have sent all of them yet,
-        and bytes that nobody reads would reset the connection, our answer with it.
+    def _refuse(self, status: bytes, error: ApiError) -> None:
+        """Say so, and read on for a while: the client may not have sent all of its request yet, and bytes that nobody
+        reads would reset the connection, our answer with it.
         """
         self._is_last = True
-        words = f"The request's headers are larger than {MAX_HEADER_BYTES // 1024} KiB."
-        self._write_last(b"431 Request Header Fields Too Large", ApiError(431, words, "headers_too_large"))
+        self._write_last(status, error)
         if self.transport.can_write_eof():
             self.transport.write_eof()
+        if self._header_timer is None:
+            self._start_header_timer()
 
     def _write_last(self, status: bytes, error: ApiError) -> None:
         body = json.dumps(error.body).encode()
@@ -241,45 +258,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
-
-
-def _without_upgrade(data: bytes) -> bytes:
-    """The same with a header of another name for `Upgrade`, in the first head.
-
-    A server may go on in HTTP/1.1 whatever a client offers, and some offer h2c with every request; httptools takes such
-    a request for one without a body.
-    """
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(rb"\1x\2", head) + end + rest
-
-
-class HeldHead:
-    """Stands in a cycle for its transport until the head of its answer has gone: with the first part of the body, in
-    one system call. uvicorn writes the two one right after the other, but each for itself.
-    """
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._transport = cycle.transport
-        self._head = b""
-
-    def write(self, data: bytes) -> None:
-        """The head, then the body's first part."""
-        if not self._cycle.response_started:  # that the request may go on (100)
-            self._transport.write(data)
-        elif self._head:
-            self._cycle.transport = self._transport
-            self._transport.write(self._head + data)
-        else:
-            self._head = data
-
-    def close(self) -> None:
-        """Nothing follows."""
-        self._transport.write(self._head)
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
 def bounded_protocol(stall_seconds: float, door: Door | None = None) -> type[BoundedHttpProtocol]:

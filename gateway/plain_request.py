@@ -38,7 +38,7 @@ def read_plain_head(data: bytes) -> PlainRequest | None:
     if line is None or end < line.end() or _HEADERS.fullmatch(data, line.end(), end + 2) is None:
         return None
     headers = []
-    length = None
+    length, num_hosts = None, 0
     for one in data[line.end() : end].split(b"\r\n"):
         raw_name, _, raw_value = one.partition(b":")
         name, value = raw_name.lower(), raw_value.strip(b" \t")
@@ -48,7 +48,8 @@ def read_plain_head(data: bytes) -> PlainRequest | None:
             length = int(value)
         elif name in _NOT_PLAIN or (name == b"connection" and value.lower() != b"keep-alive"):
             return None
+        num_hosts += name == b"host"
         headers.append((name, value))
-    if length is None:
+    if length is None or num_hosts != 1:
         return None
     return PlainRequest(line[1].decode(), headers, end + 4, length)

@@ -19,15 +19,18 @@ for _name in [name for name in os.environ if name.startswith("NOVAINFER_") and n
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.servers import RunningServer  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples in every run and no file left behind; a failing example is printed with the test.
-settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+# The same examples in every run and no file left behind; a failing example is printed with the test. How fast they are
+# drawn depends on the machine.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("suite")
 
 REPOSITORY = Path(__file__).resolve().parent.parent

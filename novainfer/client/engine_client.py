@@ -185,6 +185,10 @@ class EngineClient:
                 await asyncio.wait([future], timeout=ANSWER_SECONDS)
                 if self.ready and num_links == self._session.num_links:
                     break  # else it was asked again, or will be
+        except asyncio.CancelledError:
+            if future.done():
+                self._give_back(future.result())
+            raise
         finally:
             self._answers.pop(question.query, None)
             self._session.give_up(question.query)
@@ -196,7 +200,12 @@ class EngineClient:
         future = self._answers.pop(answer.query, None)
         if future is not None:
             future.set_result(answer)
-        elif isinstance(answer, Claimed):  # too late: nobody waits any more
+        else:
+            self._give_back(answer)
+
+    def _give_back(self, answer: Answer) -> None:
+        """Too late: nobody waits any more."""
+        if isinstance(answer, Claimed):
             self.release(answer.requests)
 
     def fail_all(self, error: Exception, *, tell_engine: bool = False) -> None:

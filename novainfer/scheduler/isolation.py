@@ -70,8 +70,11 @@ class Isolation:
         """It is new here, or was sent again. False: it was given up, and would kill once more."""
         name = sequence.request_id, sequence.choice
         record = self._gone.get(name)
-        if record is None or record.is_given_up:
-            return record is None
+        if record is None:
+            return True
+        if record.is_given_up:
+            self._gone.move_to_end(name)
+            return False
         self._records[sequence] = self._gone.pop(name)
         if record.is_suspect:
             self._suspects[sequence] = None

@@ -291,32 +291,3 @@ def test_given_a_fault_of_ours_when_any_route_is_called_then_it_is_a_500_like_al
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"
     assert answer.headers["x-request-id"] == "mine"
-
-
-@pytest.mark.parametrize("offer", ["h2c", "websocket"])
-def test_given_clients_that_offer_another_protocol_when_they_send_a_body_then_it_is_read_and_http_1_goes_on(
-    pair: Pair, offer: str
-) -> None:
-    body = json.dumps({"messages": HELLO, "max_tokens": 2, "user": "\r\nUpgrade: no"}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    offered = f"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\nUpgrade: {offer}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=20) as client:
-        reader = client.makefile("rb")
-        for _ in range(2):  # on one connection
-            client.sendall(head.encode() + offered.encode() + body)
-            headers = b"".join(iter(reader.readline, b"\r\n"))
-            assert headers.startswith(b"HTTP/1.1 200 ")
-            length = int(headers.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-            assert json.loads(reader.read(length))["usage"]["completion_tokens"] == 2
-
-
-def test_given_a_client_that_asks_before_it_sends_its_body_when_it_may_then_it_is_told_so(pair: Pair) -> None:
-    body = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    with socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=20) as client:
-        client.sendall(head.encode() + b"Expect: 100-continue\r\nConnection: close\r\n\r\n")
-        assert client.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        client.sendall(body)
-        answer = b"".join(iter(lambda: client.recv(4096), b""))
-    assert answer.startswith(b"HTTP/1.1 200 ")
-    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["usage"]["completion_tokens"] == 2

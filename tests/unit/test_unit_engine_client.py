@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -368,24 +367,47 @@ def test_given_a_new_scheduler_at_the_same_address_when_it_comes_then_it_is_gree
         later[0].close()
 
 
+def test_given_the_answer_to_a_claim_when_who_asked_leaves_as_it_comes_then_what_was_lent_is_given_back(
+    tmp_path: Path,
+) -> None:
+    server = ReplicaThread(Endpoint(f"ipc://{tmp_path}/r"), vocab_size=VOCAB)
+
+    async def body(client: EngineClient) -> None:
+        asking = asyncio.ensure_future(client.claim("x", ""))
+        answered = client._session._answered
+
+        def leave(answer: Any) -> None:
+            answered(answer)
+            asking.cancel()
+
+        client._session._answered = leave
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        client._session._answered = answered
+        assert not (claimed := await client.claim("x", "")).is_owned
+        assert [given.request_id for given in claimed.requests] == ["r"]
+
+    try:
+        server.leave_behind(replace(request(), aliases=["x"], answer="a stream"))
+        with_client(server, body)
+    finally:
+        server.close()
+
+
 def test_given_the_answer_to_a_claim_when_it_comes_too_late_then_what_was_lent_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_client, "ANSWER_SECONDS", 0.01)
     server = ReplicaThread(Endpoint(f"ipc://{tmp_path}/r"), vocab_size=VOCAB)
-    claim, was_given_up = server.replica._claim, threading.Event()
-
-    def late(*arguments: Any) -> Any:
-        assert was_given_up.wait(20)
-        return claim(*arguments)
-
-    server.replica._claim = late  # type: ignore[method-assign]
 
     async def body(client: EngineClient) -> None:
+        came, answered = asyncio.Queue[Any](), client._session._answered
+        client._session._answered = came.put_nowait
         with pytest.raises(OverloadedError, match="does not answer"):
             await client.claim("x", "")
         monkeypatch.setattr(engine_client, "ANSWER_SECONDS", 20.0)
-        was_given_up.set()
+        client._session._answered = answered
+        answered(await came.get())
         while (claimed := await client.claim("x", "")).is_owned:
             pass
         assert [given.request_id for given in claimed.requests] == ["r"]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from starlette.responses import Response
 
-from gateway.connection import HeldHead
+from gateway.answer_transports import HeldHead
 from gateway.slices import SLICE_SECONDS, Slices, Written, write_object
 from novainfer.protocol.messages import TokenOutput
 from novainfer.text.tokenizer import Tokenizer

@@ -89,3 +89,15 @@ def test_given_requests_in_no_death_when_they_leave_then_nobody_is_forgotten_for
         assert state.come(sequence)
         state.leave(sequence)
     assert is_suspected_again(state, 0)
+
+
+def test_given_a_choice_that_was_given_up_when_it_is_sent_again_and_again_then_it_never_runs() -> None:
+    state = Isolation()
+    (given_up,) = sequences(0)
+    state.after_death([given_up], faulted=True)
+    state.runs_alone(given_up)
+    state.after_death([given_up], faulted=True)
+    state.leave(given_up)
+    for number in range(1, 2 * MOST):
+        state.leave(suspect(state, number))
+        assert not any(map(state.come, sequences(0)))
