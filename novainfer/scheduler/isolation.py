@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from novainfer.scheduler.queue import WaitingQueue
 from novainfer.scheduler.request import Sequence
 
 # A death from outside (SIGKILL, a hang, a lost host) says little about what ran: it takes two of them, with no token in
@@ -44,9 +45,12 @@ class Isolation:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._suspects
 
-    def next_suspect(self) -> Sequence | None:
-        """Who has to run alone next; None if nobody is suspected."""
-        return next(iter(self._suspects), None)
+    def next_suspect(self, waiting: WaitingQueue) -> Sequence | None:
+        """Who has to run alone next; None if nobody is suspected who runs or waits.
+
+        One that was sent again may be held back: its turn comes when choice 0 has computed the prompt.
+        """
+        return next((s for s in self._suspects if s.is_running or s in waiting), None)
 
     def runs_alone(self, sequence: Sequence | None) -> None:
         """The next step has this suspect alone; None: it is a step like any other."""
@@ -69,6 +73,8 @@ class Isolation:
     def come(self, sequence: Sequence) -> bool:
         """It is new here, or was sent again. False: it was given up, and would kill once more."""
         name = sequence.request_id, sequence.choice
+        if self._lonely is not None and (self._lonely.request_id, self._lonely.choice) == name:
+            self._lonely = sequence
         record = self._gone.get(name)
         if record is None:
             return True
@@ -81,7 +87,7 @@ class Isolation:
         return True
 
     def after_death(self, running: Iterable[Sequence], *, faulted: bool) -> Sequence | None:
-        """The group died with these sequences in flight; `faulted`: by its own fault, not from outside.
+        """The group died with these in flight, as they are now; `faulted`: by its own fault, not from outside.
 
         Returns the one that has to be given up, if it is known now.
         """

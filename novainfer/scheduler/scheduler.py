@@ -193,9 +193,8 @@ class Scheduler:
         `faulted`: they died of what they did, not from outside. Returns the end of the request that is to blame for
         it, if that is known. Until `attach_workers` nothing is scheduled; requests are accepted all the same.
         """
-        culprit = self._isolation.after_death(
-            (sequence for record in self._in_flight for sequence in record.sequences), faulted=faulted
-        )
+        in_flight = [self._as_it_is_now(s) for record in self._in_flight for s in record.sequences]
+        culprit = self._isolation.after_death(in_flight, faulted=faulted)
         for sequence in self._rows.drop_all():
             self.waiting.push(sequence)
         self._reset(self._info)
@@ -206,6 +205,11 @@ class Scheduler:
             for sequence in request.sequences:
                 sequence.lose_workers()
         return [] if culprit is None else [self._end(culprit, FINISH_ERROR, error=_QUARANTINED)]
+
+    def _as_it_is_now(self, sequence: Sequence) -> Sequence:
+        """It, or the same choice of its request, if that was sent again since."""
+        request = self.requests.get(sequence.request_id)
+        return sequence if request is None else request.sequences[sequence.choice]
 
     def attach_workers(self, info: ExecutorInfo) -> list[TokenOutput]:
         """Workers that hold nothing are ready. Returns the ends of requests that are too large for them."""
@@ -225,7 +229,7 @@ class Scheduler:
         """Put the next step together; None if no sequence can go on before a result or a message arrives."""
         if not self._has_workers or self._keeps_the_way_free():
             return None
-        suspect = self._isolation.next_suspect()
+        suspect = self._isolation.next_suspect(self.waiting)
         if suspect is not None and self._in_flight:
             return None
         self._shares.forget_absent(self._step)

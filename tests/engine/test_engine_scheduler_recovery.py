@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from novainfer.errors import EngineError
-from novainfer.protocol.messages import FINISH_ERROR, FINISH_LENGTH, TokenOutput
+from novainfer.protocol.messages import FINISH_ERROR, FINISH_LENGTH, AddRequest, TokenOutput
 from novainfer.protocol.step import StepPlan
 from novainfer.sampling.params import SamplingParams
-from tests.engine.engine_driver import Driver
+from tests.engine.engine_driver import Driver, make_message
 from tests.oracle import OracleExecutor, oracle_stream
 
 pytestmark = pytest.mark.stage1
@@ -139,6 +140,60 @@ def test_given_a_request_that_kills_when_its_link_breaks_after_each_death_then_i
                 driver.add(name, prompt, max_tokens=6, emitted=[driver.streams[name, 0]])
     assert num_deaths == deaths
     assert driver.ends == {("0", 0): FINISH_LENGTH, ("poison", 0): FINISH_ERROR, ("1", 0): FINISH_LENGTH}
+
+
+def send_again(driver: Driver, message: AddRequest) -> None:
+    """What a gateway does with a request whose link has broken: choices that have ended say so once more."""
+    name = message.request_id
+    driver.engine.cancel(name)
+    emitted = [list(driver.streams[name, choice]) for choice in range(message.params.n)]
+    ends = driver.engine.add(replace(message, emitted=emitted), now=0.0)
+    driver.record([end for end in ends if (name, end.choice) not in driver.ends])
+
+
+def random_requests(rng: random.Random) -> list[AddRequest]:
+    """Some with the poison in them."""
+    requests = []
+    for i in range(rng.randint(2, 5)):
+        prompt = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 6))]
+        if rng.random() < 0.3:
+            prompt.append(POISON)
+        requests.append(make_message(str(i), prompt, n=rng.choice((1, 1, 3)), max_tokens=5, priority=rng.randint(0, 1)))
+    return requests
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_given_links_that_break_at_any_time_when_some_requests_kill_then_each_does_twice_at_most_and_the_others_get_on(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    size = {"num_blocks": rng.choice((30, 60)), "block_size": rng.choice((1, 4)), "max_num_seqs": rng.choice((1, 2, 6))}
+    driver = Driver(FragileExecutor(**size), max_num_batched_tokens=rng.choice((8, 64)), max_num_seqs=6)
+    requests = random_requests(rng)
+    for message in requests:
+        driver.record(driver.engine.add(message, now=0.0))
+    num_deaths, is_moving = 0, True
+    while is_moving:
+        try:
+            is_moving = driver.step()
+        except EngineError:
+            num_deaths += 1
+            replace_workers(driver, FragileExecutor(**size), faulted=True)
+        if rng.random() < 0.3:
+            if rng.random() < 0.5:
+                driver.engine.submit()
+            live = [m for m in requests if any((m.request_id, c) not in driver.ends for c in range(m.params.n))]
+            for message in rng.sample(live, rng.randint(0, len(live))):
+                send_again(driver, message)
+    assert driver.engine.is_idle, "nothing moves but requests are left"
+    poisoned = [m for m in requests if POISON in m.prompt_token_ids]
+    assert num_deaths <= 2 * sum(m.params.n for m in poisoned)
+    for m in requests:
+        for choice in range(m.params.n):
+            assert driver.ends[m.request_id, choice] == (FINISH_ERROR if m in poisoned else FINISH_LENGTH)
+            wanted = expected(m.prompt_token_ids, max_tokens=5, choice=choice)
+            assert m in poisoned or driver.streams[m.request_id, choice] == wanted
 
 
 @pytest.mark.parametrize("faulted", [True, False])

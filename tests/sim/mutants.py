@@ -541,6 +541,14 @@ def what_a_request_did_is_forgotten_with_its_link(patch: pytest.MonkeyPatch) -> 
 
 
 @mutant
+def suspects_that_are_held_back_are_waited_for(patch: pytest.MonkeyPatch) -> None:
+    def next_suspect(original: Any, self: Isolation, waiting: object) -> Sequence | None:
+        return next(iter(self._suspects), None)
+
+    wrap(patch, Isolation, "next_suspect", next_suspect)
+
+
+@mutant
 def one_death_from_outside_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(isolation, "_OUTSIDE_DEATHS", 1)
 

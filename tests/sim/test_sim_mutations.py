@@ -64,6 +64,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "isolation_suspects_nobody": (LIVENESS, 86),
     "isolation_blames_whoever_ran": (SAFETY, 164),
     "what_a_request_did_is_forgotten_with_its_link": (SAFETY, 524425),
+    "suspects_that_are_held_back_are_waited_for": (LIVENESS, 605316),
     "one_death_from_outside_is_enough": (SAFETY, 1259),
 }
 # With faults of its own.
