@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -30,10 +31,21 @@ class Measured:
     name: str
     pid: int
     at: float
-    memory: int  # bytes that it shares with nobody
+    memory: int  # bytes, see `memory_of`
     files: int = -1
     threads: int = -1
     children: int = -1
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that a process has filled itself, and its part of shared memory.
+
+    Pages of files are left out, also those that it shares with nobody: whether somebody else has mapped the same
+    libraries is not its matter, and would look like growth. Raises `FileNotFoundError` or `ProcessLookupError`.
+    """
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return 1024 * (kilobytes["Anonymous"] + kilobytes["Swap"] + kilobytes.get("Pss_Shmem", 0))
 
 
 class Scales:
@@ -62,9 +74,9 @@ class Scales:
                 continue
         for name, process in processes.items():
             try:
-                memory = process.memory_full_info().uss
+                memory = memory_of(process.pid)
                 rest = (process.num_fds(), process.num_threads(), len(process.children())) if is_quiet else ()
-            except psutil.NoSuchProcess:
+            except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
                 continue
             self.measured.append(Measured(name, process.pid, self.hours, memory, *rest))
         if is_quiet:

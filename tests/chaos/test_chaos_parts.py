@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
+from pathlib import Path
 
 import pytest
 
 from tests.chaos import cancels, sigterm
-from tests.chaos.scales import BOUNDS, judge
+from tests.chaos.scales import BOUNDS, judge, memory_of
 from tests.chaos.slopes import Slope, after_warm_up, theil_sen
 
 pytestmark = pytest.mark.unit
@@ -96,3 +99,17 @@ def test_given_the_same_growth_when_it_is_of_ray_s_servers_then_more_is_allowed(
     slope = Slope(0.1e9, 0.1e9, 0.1e9, 9)
     assert judge("gateway 0", "memory", 1e9, slope, 1.0)
     assert not judge("gcs_server", "memory", 1e9, slope, 1.0)
+
+
+def test_given_memory_that_is_filled_and_a_file_that_is_read_when_weighed_then_only_the_memory_counts(
+    tmp_path: Path,
+) -> None:
+    size = 32 * 2**20
+    (tmp_path / "file").write_bytes(bytes(size))
+    before = memory_of(os.getpid())
+    with (tmp_path / "file").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert mapped.find(b"x") < 0  # every page of it is there now, and this process's alone
+        assert abs(memory_of(os.getpid()) - before) < size / 4
+    with mmap.mmap(-1, size) as filled:
+        filled.write(b"x" * size)
+        assert memory_of(os.getpid()) - before > 3 * size / 4
