@@ -73,6 +73,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         if not self._awaits_head():
             super().data_received(data)
+            if self._is_answered():
+                self._await_next()
             return
         if self._is_answering():
             if data.strip(b"\r\n"):
@@ -162,7 +164,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_last:
+        if not self._is_last and self._reads_headers:  # else it stands behind a body
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -198,6 +200,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         """A whole request is there, and its answer is not."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def _is_answered(self) -> bool:
+        """There is an answer, perhaps before the end of its request."""
+        return self.cycle is not None and self.cycle.response_complete
+
+    def _await_next(self) -> None:
+        """The rest of a request that was answered early has stopped uvicorn's keep-alive timer."""
+        if self.timeout_keep_alive_task is None and not (self._reads_headers or self.transport.is_closing()):
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _end_after_answer(self) -> None:
         self._is_last = True

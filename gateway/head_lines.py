@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 _UPGRADE = re.compile(rb"(^|\n)u(pgrade[ \t]*:)", re.IGNORECASE)
-_METHOD = re.compile(rb"[A-Z]{1,20}(?: |\Z)")
+_METHOD = re.compile(rb"[A-Z-]{1,20}(?: |\Z)")
 
 
 class HeadLines:

@@ -56,7 +56,7 @@ class SavedAnswer:
     model: Any = None
     usage: dict[str, Any] | None = None
     prompt_token_ids: Any = None  # a whole chat's
-    _identity: Any = None
+    id: Any = None
     _kind: str | None = None
     _place: Place | None = None
 
@@ -75,18 +75,33 @@ class SavedAnswer:
         if not self.is_stream and not {"object", "receipt", "receipts"} & document.keys():  # no answer of the API
             self.receipts.append(Receipt.from_json(document))
             return
+        if "error" in document:
+            raise ConfigError("the file holds an error")
         self._take_receipts(document)
-        if "id" in document:
-            self._of_one_answer("_identity", (document["id"], document.get("model")))
-            self.model = document.get("model")
+        for name in ("id", "model"):
+            if name in document:
+                self._take_name(name, document[name])
         choices = document.get("choices") or []
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise ConfigError("the answer's choices are no list of objects")
-        if isinstance(document.get("usage"), dict) and not (self.is_stream and choices):  # until then it still grows
-            self.usage = document["usage"]
+        if not (self.is_stream and choices):  # until then it still grows
+            self._take_usage(document.get("usage"))
         self.prompt_token_ids = document.get("prompt_token_ids", self.prompt_token_ids)
         if choices:
             self._take_choices(choices, str(document.get("object")), event_id)
+
+    def _take_name(self, name: str, value: Any) -> None:
+        """What each event of an answer repeats."""
+        if not isinstance(value, str):
+            raise ConfigError(f"the answer's {name} is no text")
+        self._of_one_answer(name, value)
+
+    def _take_usage(self, usage: Any) -> None:
+        if usage is None:
+            return
+        if not isinstance(usage, dict):
+            raise ConfigError("the answer's usage is no object")
+        self._of_one_answer("usage", usage)
 
     def _of_one_answer(self, name: str, value: Any) -> None:
         if getattr(self, name) not in (None, value):
@@ -102,6 +117,8 @@ class SavedAnswer:
             self._advance(event_id)
         for choice in choices:
             self._take_choice(choice, name)
+        if not self.is_stream and (len(self.choices) < len(choices) or list(self.choices) != sorted(self.choices)):
+            raise ConfigError("the answer's choices do not stand in order, each once")
 
     def _take_receipts(self, document: dict[str, Any]) -> None:
         found = document.get("receipts")
@@ -148,8 +165,8 @@ class SavedAnswer:
             choice.finish_reasons.append(data["finish_reason"])
             choice.stop_reasons += [data["stop_reason"]] if "stop_reason" in data else []
         if data.get("token_ids") is not None:
-            if not isinstance(data["token_ids"], list):
-                raise ConfigError(f"the token_ids of choice {index} of the answer are no list")
+            if not isinstance(data["token_ids"], list) or not all(type(item) is int for item in data["token_ids"]):
+                raise ConfigError(f"the token_ids of choice {index} of the answer are no list of integers")
             choice.token_ids = (choice.token_ids or []) + data["token_ids"]
         if data.get("prompt_token_ids") is not None:
             choice.prompt_token_ids = data["prompt_token_ids"]

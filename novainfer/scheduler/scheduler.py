@@ -209,7 +209,9 @@ class Scheduler:
     def _as_it_is_now(self, sequence: Sequence) -> Sequence:
         """It, or the same choice of its request, if that was sent again since."""
         request = self.requests.get(sequence.request_id)
-        return sequence if request is None else request.sequences[sequence.choice]
+        if request is None or sequence.choice >= len(request.sequences):
+            return sequence
+        return request.sequences[sequence.choice]
 
     def attach_workers(self, info: ExecutorInfo) -> list[TokenOutput]:
         """Workers that hold nothing are ready. Returns the ends of requests that are too large for them."""

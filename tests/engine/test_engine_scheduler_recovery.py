@@ -142,6 +142,19 @@ def test_given_a_request_that_kills_when_its_link_breaks_after_each_death_then_i
     assert driver.ends == {("0", 0): FINISH_LENGTH, ("poison", 0): FINISH_ERROR, ("1", 0): FINISH_LENGTH}
 
 
+def test_given_a_choice_in_flight_when_its_request_came_again_with_fewer_then_a_death_blames_nobody_for_it() -> None:
+    driver = Driver(OracleExecutor())
+    driver.add("a", [1, 2, 3], n=2, max_tokens=6)
+    driver.step()
+    driver.engine.submit()
+    driver.engine.cancel("a")
+    driver.add("a", [1, 2, 3], max_tokens=6)
+    replace_workers(driver, OracleExecutor(), faulted=True)
+    driver.streams.clear()
+    driver.run()
+    assert driver.ends == {("a", 0): FINISH_LENGTH}
+
+
 def send_again(driver: Driver, message: AddRequest) -> None:
     """What a gateway does with a request whose link has broken: choices that have ended say so once more."""
     name = message.request_id

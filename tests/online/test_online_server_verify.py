@@ -190,7 +190,6 @@ def test_given_an_answer_with_other_counts_ends_or_choices_when_verified_then_st
         "choices.1.stop_reason": "x",
         "choices.1.token_ids": [1, 2],
         "choices.1.prompt_token_ids": [1, 2],
-        "choices.1.index": 9,
         "model": "a better one",
     }
     for path, value in changed.items():

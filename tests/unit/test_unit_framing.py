@@ -75,6 +75,7 @@ def test_given_no_host_or_two_when_read_then_it_is_refused_and_the_connection_en
         assert head.startswith(b"HTTP/1.1 400 ")
         assert json.loads(text)["error"]["code"] == "invalid_http"
         assert talk.wire.has_ended
+        assert talk.protocol._header_timer is not None, "who does not leave is sent away"
         assert talk.read(post("/open")) == b""
         talk.read(b"x" * MAX_DROPPED_BYTES)
         assert talk.wire.is_closed
@@ -150,6 +151,54 @@ def test_given_an_early_answer_when_the_rest_of_its_request_comes_with_the_next_
         await asyncio.sleep(0)
         assert [path for path, _ in talk.got] == ["/open"]
         assert talk.wire.is_closed
+
+    in_loop(body)
+
+
+@pytest.mark.parametrize(
+    "rest", [[b"x"], [b"x" * 500], [b"x" * 499, b"x"], [b"x" * 500, b"P"], [b"x" * 500, b"POST /open HTTP/1.1\r\n"]]
+)
+def test_given_an_early_answer_when_the_client_says_no_more_then_a_timer_ends_the_connection(rest: list[bytes]) -> None:
+    async def body() -> None:
+        talk = Talk(reads_body=False)
+        talk.read(post("/open", b"x" * 1000)[:-500])
+        await talk.answer()
+        for part in rest:
+            talk.read(part)
+        timers = talk.protocol.timeout_keep_alive_task, talk.protocol._header_timer
+        is_next = rest[-1].startswith(b"P")
+        assert [timer is not None for timer in timers] == [not is_next, is_next]
+        talk.protocol.connection_lost(None)
+
+    in_loop(body)
+
+
+def test_given_an_early_answer_when_trailers_follow_without_an_end_then_none_is_kept() -> None:
+    async def body() -> None:
+        talk = Talk(reads_body=False)
+        talk.read(b"POST /open HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+        await talk.answer()
+        talk.read(b"0\r\n")
+        for number in range(100):
+            talk.read(b"X-%d: 1\r\n" % number)
+        assert len(talk.protocol.headers) == 2
+        talk.protocol.connection_lost(None)
+
+    in_loop(body)
+
+
+def test_given_a_first_line_in_two_reads_when_the_first_part_has_come_then_only_the_headers_timer_runs() -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.read(post("/open"))
+        await talk.answer()
+        assert talk.protocol.timeout_keep_alive_task is not None
+        talk.read(b"PO")
+        assert talk.protocol.timeout_keep_alive_task is None
+        assert talk.protocol._header_timer is not None
+        talk.read(post("/open")[2:])
+        await talk.answer()
+        assert talk.got == [("/open", b"{}")] * 2
 
     in_loop(body)
 

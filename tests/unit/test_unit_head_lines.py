@@ -74,3 +74,9 @@ def test_given_lines_that_end_in_a_bare_line_feed_when_they_come_then_the_parser
     head = HeadLines()
     assert head.take(b"GET / HTTP/1.1\nUpgrade: x\nHo") == b"GET / HTTP/1.1\nxpgrade: x\n"
     assert head.take(b"st: x\n\n") == b"Host: x\n\n"
+
+
+def test_given_a_method_with_a_hyphen_when_its_line_is_cut_then_it_is_waited_for() -> None:
+    head = HeadLines()
+    assert head.take(b"M-SEARCH * HTTP/1.1") == b""
+    assert head.take(b"\r\nHost: x\r\n\r\n") == b"M-SEARCH * HTTP/1.1\r\nHost: x\r\n\r\n"
