@@ -23,8 +23,6 @@ from novainfer.protocol.messages import EngineStats
 _TIMEOUT = TIMEOUT_HEADER.encode()
 Header = tuple[bytes, bytes]
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
-
-
 _BLANK = "\0"  # where an answer differs from the next one
 
 

@@ -367,11 +367,19 @@ def test_given_a_new_scheduler_at_the_same_address_when_it_comes_then_it_is_gree
         later[0].close()
 
 
+def with_orphan(tmp_path: Path, body: Callable[[EngineClient], Awaitable[None]]) -> None:
+    """`with_client`, of an engine with the stream `r`, alias `x`, of a gateway that is gone."""
+    server = ReplicaThread(Endpoint(f"ipc://{tmp_path}/r"), vocab_size=VOCAB)
+    try:
+        server.leave_behind(replace(request(), aliases=["x"], answer="a stream"))
+        with_client(server, body)
+    finally:
+        server.close()
+
+
 def test_given_the_answer_to_a_claim_when_who_asked_leaves_as_it_comes_then_what_was_lent_is_given_back(
     tmp_path: Path,
 ) -> None:
-    server = ReplicaThread(Endpoint(f"ipc://{tmp_path}/r"), vocab_size=VOCAB)
-
     async def body(client: EngineClient) -> None:
         asking = asyncio.ensure_future(client.claim("x", ""))
         answered = client._session._answered
@@ -387,18 +395,13 @@ def test_given_the_answer_to_a_claim_when_who_asked_leaves_as_it_comes_then_what
         assert not (claimed := await client.claim("x", "")).is_owned
         assert [given.request_id for given in claimed.requests] == ["r"]
 
-    try:
-        server.leave_behind(replace(request(), aliases=["x"], answer="a stream"))
-        with_client(server, body)
-    finally:
-        server.close()
+    with_orphan(tmp_path, body)
 
 
 def test_given_the_answer_to_a_claim_when_it_comes_too_late_then_what_was_lent_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_client, "ANSWER_SECONDS", 0.01)
-    server = ReplicaThread(Endpoint(f"ipc://{tmp_path}/r"), vocab_size=VOCAB)
 
     async def body(client: EngineClient) -> None:
         came, answered = asyncio.Queue[Any](), client._session._answered
@@ -412,8 +415,4 @@ def test_given_the_answer_to_a_claim_when_it_comes_too_late_then_what_was_lent_i
             pass
         assert [given.request_id for given in claimed.requests] == ["r"]
 
-    try:
-        server.leave_behind(replace(request(), aliases=["x"], answer="a stream"))
-        with_client(server, body)
-    finally:
-        server.close()
+    with_orphan(tmp_path, body)
