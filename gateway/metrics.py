@@ -115,6 +115,7 @@ class _EngineCollector(Collector):
         if stats is None:
             return
         used = stats.num_blocks - stats.num_free_blocks
+        yield self._gauge("engine_epoch", "Grows with every new start of scheduler or workers.", stats.epoch)
         yield self._gauge("num_requests_running", "Sequences running.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Sequences waiting.", stats.num_waiting)
         yield self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.", used / max(stats.num_blocks, 1))

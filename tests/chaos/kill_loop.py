@@ -48,6 +48,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 TEXT = "gateway 0 text "  # its processes, and their zygote
 STANDS_BY = "spare workers stand by"  # the supervisor says
 HOST = "ray::RankHost"  # the actor that a rank's processes are below
+EPOCH, ACCEPTED, LIVE = (
+    f"novainfer_{name}" for name in ("engine_epoch", "requests_accepted_total", "gateway_live_requests")
+)
 PAUSE_AROUND = 30.0  # seconds after a kill in which a pause counts as its doing
 LONGEST_PAUSE = 30.0  # seconds: whoever waits longer has gone
 
@@ -88,6 +91,7 @@ class Life:
 
     request: int
     times: list[float] = field(default_factory=list)
+    accepted: float = 0.0  # when a gateway did so last
     num_resumed: int = 0
     is_over: bool = False
     is_exact: bool = False
@@ -96,6 +100,10 @@ class Life:
     def waits_since(self, at: float) -> bool:
         """It was live then, and has had no event since."""
         return not self.is_over and bool(self.times) and self.times[-1] <= at
+
+    def is_of_before(self, at: float) -> bool:
+        """It is live with the gateway that it had then, dead or alive."""
+        return not self.is_over and 0.0 < self.accepted <= at
 
 
 class Crowd:
@@ -145,6 +153,8 @@ class Crowd:
         with self._changed:
             if what in ("sent", "event"):
                 life.times.append(time.monotonic())
+            if what == "accepted":
+                life.accepted = time.monotonic()
             life.num_resumed += what == "resumed"
             self.num_events += what == "event"
             self.num_sent += what == "sent"
@@ -173,6 +183,7 @@ class Nemesis:
         self._blows = [blow for blow in self.BLOWS if blow[1].startswith(victims)]
         self._is_whole = True
         self._schedulers: list[psutil.Process] = []  # struck, and not yet replaced as far as we know
+        self._epoch = 0.0  # when the first of those was struck
         self.kills: list[Kill] = []
         if is_rested:
             self._wait_for_spares(0)
@@ -193,7 +204,6 @@ class Nemesis:
             self._server.wait_until_ready()
         self.kills.append(kill)
         stood, ranks = self._server.errors.count(STANDS_BY), self._ranks()
-        kill.at = time.monotonic()
         self._blow(kill)
         # Now and then the next blow meets what this one has left.
         self._is_whole = self._is_rested or kill.title == "gateway" or self._rng.random() < 0.85
@@ -218,12 +228,16 @@ class Nemesis:
             assert self._server.process.poll() is None, self._server.errors
             victims = self._victims(kill.title)
         victim = self._rng.choice(victims)
-        if kill.title == "scheduler":
-            self._schedulers.append(victim)
+        if kill.title == "scheduler" and not self._schedulers:
+            self._epoch = self._server.metric(EPOCH)
+        kill.at = time.monotonic()
         try:
             victim.send_signal(number)
         except psutil.NoSuchProcess:
             kill.what += " (too late)"
+            return
+        if kill.title == "scheduler":
+            self._schedulers.append(victim)
 
     def _victims(self, title: str) -> list[psutil.Process]:
         if title in ("raylet", "gcs_server"):
@@ -231,21 +245,36 @@ class Nemesis:
         if title == HOST:
             return [process for process in self._server.tree() if _command(process).startswith(HOST)]
         found = sorted(self._server.processes().items())
+        found = [(name, process) for name, process in found if process not in self._schedulers]
         return [process for name, process in found if name.startswith(title) and (" text " in name) == (title == TEXT)]
 
     def _recover(self) -> None:
         """Until every stream that was live at the blow has had an event since, or its end.
 
-        What a gateway had from a scheduler before it died is still told after the blow, and tells nothing.
+        What a gateway had from a scheduler before it died, or a client from a gateway, is still told after the blow,
+        and tells nothing: until the new one has the stream, the other of the two is all that has it.
         """
         struck = self.kills[-1].at
+        if self.kills[-1].title == "gateway":
+            self._crowd.wait(lambda: not any(life.is_of_before(struck) for life in self._crowd.lives))
         if self._schedulers:
             for old in self._schedulers:
                 wait_replaced(self._server, "scheduler 0", old)
-            self._schedulers.clear()
             struck = time.monotonic()
         self._server.wait_until_ready()
         self._crowd.wait(lambda: not any(life.waits_since(struck) for life in self._crowd.lives))
+        if self._schedulers:
+            self._wait_for_copies(self._epoch + len(self._schedulers))
+            self._schedulers.clear()
+
+    def _wait_for_copies(self, epoch: float) -> None:
+        """Until the scheduler of this epoch, or a later one, has as many requests from the gateway as are live there.
+
+        The gateway sends a new scheduler all that it has before anything else.
+        """
+        live = self._server.metric(LIVE)
+        while self._server.metric(EPOCH) < epoch or self._server.metric(ACCEPTED) < live:
+            assert self._server.process.poll() is None, self._server.errors
 
 
 def _name(process: psutil.Process) -> str:

@@ -236,6 +236,7 @@ def test_given_traffic_when_scraped_then_metrics_parse_and_count_by_route(
     # Tokens that come together with the first are part of its time.
     assert tokens <= value("novainfer_inter_token_latency_seconds_count") <= tokens + 4
     assert value("novainfer_engine_ready") == 1
+    assert value("novainfer_engine_epoch") == pair.gateway.client.info.epoch
     monkeypatch.setattr(pair.gateway.client._session, "num_protocol_errors", 3)
     assert value("novainfer_protocol_errors_total") == 3
     assert value("novainfer_choices_finished_total", finish_reason="stop") == 1
