@@ -28,6 +28,7 @@ ROWS = (1, 4, 8, 16, 32, 256)
 _DEPTH, _COLUMNS, _COLD_BYTES = 1024, 3072, 256_000_000
 _HEADS, _KV_HEADS, _DIM, _BLOCK = 16, 8, 128, 16
 _CONTEXTS = ((256, 1024), (1, 1024), (1, 8192))  # queries at the end of so many tokens
+_BATCH, _SHORT = 16, 160  # sequences, and tokens of each
 _TOKENS = 256
 
 
@@ -50,7 +51,7 @@ class Case:
 
 def cases(backend: CpuBackend) -> list[Case]:
     """In bf16; a row's linear layers find no weight in a cache."""
-    return [*linear_cases(backend), *attention_cases(backend), *row_cases(backend)]
+    return [*linear_cases(backend), *attention_cases(backend), decode_case(backend), *row_cases(backend)]
 
 
 def linear_cases(backend: CpuBackend) -> list[Case]:
@@ -88,6 +89,31 @@ def attention_cases(backend: CpuBackend) -> list[Case]:
         products = sum(context - queries + i + 1 for i in range(queries)) * _HEADS * _DIM * 2
         found.append(Case(f"attention, {queries} of {context}", [call], 2e-9 * products, "GFLOP/s"))
     return found
+
+
+def decode_case(backend: CpuBackend) -> Case:
+    """One query each at the end of short sequences whose keys and values no cache holds: GB/s of these."""
+    blocks = _SHORT // _BLOCK
+    key, value = (torch.randn(_BATCH * _SHORT, _KV_HEADS, _DIM).bfloat16() for _ in range(2))
+    query = torch.randn(_BATCH, _HEADS, _DIM).bfloat16()
+    metadata = AttentionMetadata(
+        query_start_loc=torch.arange(_BATCH + 1, dtype=torch.int32),
+        seq_lens=torch.full((_BATCH,), _SHORT, dtype=torch.int32),
+        block_table=torch.randperm(_BATCH * blocks, dtype=torch.int32).view(_BATCH, -1),
+        num_decodes=_BATCH,
+        max_query_len=1,
+        max_seq_len=_SHORT,
+    )
+    calls: list[Callable[[], object]] = []
+    for _ in range(_COLD_BYTES // (2 * key.nbytes)):
+        caches = backend.allocate_kv_cache(
+            _BATCH * blocks, _BLOCK, _KV_HEADS, _DIM, torch.bfloat16, torch.device("cpu")
+        )
+        backend.store_kv(key, value, *caches, torch.arange(_BATCH * _SHORT))
+        calls.append(
+            partial(backend.paged_attention, query, *caches, metadata, AttentionParams(_DIM**-0.5), query.clone())
+        )
+    return Case(f"attention, {_BATCH} of {_SHORT} each", calls, 1e-9 * 2 * key.nbytes * len(calls), "GB/s")
 
 
 def row_cases(backend: CpuBackend) -> list[Case]:

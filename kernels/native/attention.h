@@ -10,6 +10,8 @@
 
 namespace {
 
+constexpr long kRunsPerThread = 8;
+
 template <class T>
 void clear_rows(const AttentionArguments& args, long begin, long end) {
     for (long token = begin; token < end; token++) {
@@ -33,44 +35,73 @@ bool rows_and_blocks_exist(const AttentionArguments& args, long seq) {
     return true;
 }
 
-// Lists the step's tasks, those of a sequence from its longest context down; returns their number. Clears rows without context.
+// A step's tasks: sequence by sequence, head by head, and those of a head from its longest context down; so what lies behind one
+// another in a list reads memory side by side, or the same.
+struct TaskList {
+    const AttentionTask* tasks;
+    long count;
+    double work;   // multiply-adds
+    long longest;  // context
+};
+
+INLINE double work_of(const AttentionArguments& args, const AttentionTask& task) {
+    return 2.0 * task.rows * seen_by(args, task, task.rows - 1).end * args.head_dim;
+}
+
+// Clears rows without context.
 template <class T>
-long list_tasks(const AttentionArguments& args, Scratch& scratch, double& work, long& longest) {
+TaskList list_tasks(const AttentionArguments& args, Scratch& scratch) {
     const long group = args.num_heads / args.num_kv_heads;
-    AttentionTask* tasks = scratch.get<AttentionTask>(args.num_tokens * ceil_div(group, kTaskRows) + args.num_seqs);
-    long count = 0;
+    const long most = (args.num_tokens * ceil_div(group, kTaskRows) + args.num_seqs) * args.num_kv_heads;
+    AttentionTask* tasks = scratch.get<AttentionTask>(most);
+    TaskList list{tasks, 0, 0.0, 0};
     for (long seq = 0; seq < args.num_seqs; seq++) {
-        const long start = args.query_start_loc[seq], stop = args.query_start_loc[seq + 1];
+        const long start = args.query_start_loc[seq], stop = args.query_start_loc[seq + 1], rows = (stop - start) * group;
         if (args.seq_lens[seq] == 0) {
             clear_rows<T>(args, start, stop);
             continue;
         }
-        const long rows = (stop - start) * group;
-        work += (double)rows * args.seq_lens[seq] * args.head_dim * 2 * args.num_kv_heads;
-        longest = larger(longest, args.seq_lens[seq]);
-        for (long first = (rows - 1) / kTaskRows * kTaskRows; first >= 0 && rows > 0; first -= kTaskRows) {
-            tasks[count++] = {(int32_t)seq, (int32_t)first, (int32_t)smaller(kTaskRows, rows - first)};
+        list.longest = larger(list.longest, args.seq_lens[seq]);
+        for (long head = 0; head < args.num_kv_heads; head++) {
+            for (long first = (rows - 1) / kTaskRows * kTaskRows; first >= 0 && rows > 0; first -= kTaskRows) {
+                const AttentionTask task = {(int32_t)seq, (int32_t)head, (int32_t)first, (int32_t)smaller(kTaskRows, rows - first)};
+                list.work += work_of(args, task);
+                tasks[list.count++] = task;
+            }
         }
     }
     clear_rows<T>(args, args.query_start_loc[args.num_seqs], args.num_tokens);
+    return list;
+}
+
+// Cuts a list into runs of about the same work, of which threads take one after the other: [begins[i], begins[i + 1]). Returns how
+// many there are, `most` at the most.
+long cut_list(const AttentionArguments& args, const TaskList& list, long most, long* begins) {
+    long count = 0;
+    double work = 0.0;
+    for (long i = 0; i < list.count; i++) {
+        if (work >= list.work / most * count) begins[count++] = i;
+        work += work_of(args, list.tasks[i]);
+    }
+    begins[count] = list.count;
     return count;
 }
 
 template <class Cache>
-void attend_whole(const AttentionArguments& args, const AttentionTask& task, long kv_head) {
-    TaskRows<Cache> rows(args, task, kv_head);
+void attend_whole(const AttentionArguments& args, const AttentionTask& task, const AttentionTask* next, ChunkTiles<Cache>& tiles) {
+    TaskRows<Cache> rows(args, task);
     Totals total, part;
     total.clear(task.rows, args.padded_dim);
     for (long segment = rows.seen_begin / kSegment * kSegment; segment < rows.seen_end; segment += kSegment) {
-        attend_segment(rows, segment, part);
+        attend_segment(rows, tiles, segment, {rows.seen_end, next}, part);
         combine(total, part, task.rows, args.padded_dim);
     }
     rows.write(total);
 }
 
 template <class Cache>
-void combine_parts(const AttentionArguments& args, const AttentionTask& task, long kv_head, const Totals* parts) {
-    const TaskRows<Cache> rows(args, task, kv_head);
+void combine_parts(const AttentionArguments& args, const AttentionTask& task, const Totals* parts) {
+    const TaskRows<Cache> rows(args, task);
     Totals total;
     total.clear(task.rows, args.padded_dim);
     for (long segment = rows.seen_begin / kSegment; segment * kSegment < rows.seen_end; segment++) {
@@ -79,26 +110,34 @@ void combine_parts(const AttentionArguments& args, const AttentionTask& task, lo
     rows.write(total);
 }
 
+// Few tasks with long contexts: the segments of each run on different threads.
+template <class Cache>
+void attend_segments(const AttentionArguments& args, const TaskList& list, long threads) {
+    static thread_local Scratch scratch;
+    const long segments = ceil_div(list.longest, kSegment);
+    Totals* parts = scratch.get<Totals>(list.count * segments);
+    parallel_for(list.count * segments, list.work, threads, [&](long i) {
+        const long segment = i % segments * kSegment;
+        TaskRows<Cache> rows(args, list.tasks[i / segments]);
+        if (segment >= rows.seen_end || segment + kSegment <= rows.seen_begin) return;
+        ChunkTiles<Cache> tiles;
+        attend_segment(rows, tiles, segment, {smaller(segment + kSegment, rows.seen_end), nullptr}, parts[i]);
+    });
+    parallel_for(list.count, 0.0, threads, [&](long i) { combine_parts<Cache>(args, list.tasks[i], parts + i * segments); });
+}
+
 template <class Cache>
 void attend_all(const AttentionArguments& args, long threads) {
-    static thread_local Scratch task_scratch, part_scratch;
-    double work = 0.0;
-    long longest = 0;
-    const long heads = args.num_kv_heads, count = list_tasks<typename Cache::T>(args, task_scratch, work, longest) * heads;
-    const AttentionTask* tasks = task_scratch.get<AttentionTask>(0);
-    const long segments = ceil_div(longest, kSegment);
-    if (count >= 2 * threads || segments < 2 || threads == 1) {
-        parallel_for(count, work, threads, [&](long i) { attend_whole<Cache>(args, tasks[i / heads], i % heads); });
-        return;
-    }
-    Totals* parts = part_scratch.get<Totals>(count * segments);
-    parallel_for(count * segments, work, threads, [&](long i) {
-        const long job = i / segments, segment = i % segments * kSegment;
-        TaskRows<Cache> rows(args, tasks[job / heads], job % heads);
-        if (segment < rows.seen_end && segment + kSegment > rows.seen_begin) attend_segment(rows, segment, parts[i]);
-    });
-    parallel_for(count, 0.0, threads, [&](long i) {
-        combine_parts<Cache>(args, tasks[i / heads], i % heads, parts + i * segments);
+    static thread_local Scratch task_scratch, run_scratch;
+    const TaskList list = list_tasks<typename Cache::T>(args, task_scratch);
+    if (list.count < 2 * threads && list.longest > kSegment && threads > 1) return attend_segments<Cache>(args, list, threads);
+    const long most = kRunsPerThread * threads;
+    long* begins = run_scratch.get<long>(most + 2);
+    parallel_for(cut_list(args, list, most, begins), list.work, threads, [&](long run) {
+        ChunkTiles<Cache> tiles;
+        for (long i = begins[run]; i < begins[run + 1]; i++) {
+            attend_whole(args, list.tasks[i], i + 1 < begins[run + 1] ? list.tasks + i + 1 : nullptr, tiles);
+        }
     });
 }
 

@@ -29,7 +29,25 @@ constexpr int kTileQueries = kWidth == 16 ? 8 : 4;  // rows that share a pass ov
 
 // Rows of one sequence and one key/value head that one call of a thread computes.
 struct AttentionTask {
-    int32_t seq, first_row, rows;
+    int32_t seq, kv_head, first_row, rows;
+};
+
+struct Positions {
+    long begin, end;
+};
+
+// Those that a row of the task sees, `row` counted from its first one.
+INLINE Positions seen_by(const AttentionArguments& args, const AttentionTask& task, long row) {
+    const long token = (task.first_row + row) / (args.num_heads / args.num_kv_heads);
+    const long behind = args.query_start_loc[task.seq + 1] - args.query_start_loc[task.seq] - token - 1;
+    const long end = args.seq_lens[task.seq] - behind;
+    return {args.window > 0 ? larger(0, end - args.window) : 0, end};
+}
+
+// What a thread does after a segment: it goes on up to `stop`, then to another task, if there is one.
+struct After {
+    long stop;
+    const AttentionTask* task;
 };
 
 template <class Stored>
@@ -38,7 +56,8 @@ struct Chunk {
     long first_panel, end_panel;       // those that some row of the task sees
     const Stored* key[kChunkPanels];   // their first steps; null outside first_panel .. end_panel
     const Stored* value[kChunkPanels];
-    const Stored* next[kChunkPanels];  // where a cache asks ahead: the keys that are read after these values
+    const Stored* next[kChunkPanels];  // keys that are read after these values
+    long num_next;
 };
 
 template <class Cache>
@@ -51,33 +70,28 @@ struct TaskRows {
 
     const AttentionArguments& args;
     const AttentionTask& task;
-    const long kv_head;
     long seen_begin, seen_end;                      // positions that some row sees
     long begin[kTaskRows], end[kTaskRows];          // positions that each row sees
     alignas(64) X query[kTaskRows * kMaxDim];       // [rows, kMaxDim]
     Vec sums[kTaskRows];                            // of the segment in progress, lane by lane
 
-    TaskRows(const AttentionArguments& arguments, const AttentionTask& its_task, long head)
-        : args(arguments), task(its_task), kv_head(head) {
-        const long group = args.num_heads / args.num_kv_heads;
-        const long first_token = args.query_start_loc[task.seq], tokens = args.query_start_loc[task.seq + 1] - first_token;
-        seen_begin = args.seq_lens[task.seq];
-        seen_end = 0;
+    TaskRows(const AttentionArguments& arguments, const AttentionTask& its_task) : args(arguments), task(its_task) {
+        const long group = args.num_heads / args.num_kv_heads, first_token = args.query_start_loc[task.seq];
         for (long r = 0; r < task.rows; r++) {
-            const long token = (task.first_row + r) / group;
-            end[r] = args.seq_lens[task.seq] - tokens + token + 1;
-            begin[r] = args.window > 0 ? larger(0, end[r] - args.window) : 0;
-            seen_begin = smaller(seen_begin, begin[r]);
-            seen_end = larger(seen_end, end[r]);
-            const T* from = (const T*)args.query + (first_token + token) * args.query_token_stride;
+            const Positions seen = seen_by(args, task, r);
+            begin[r] = seen.begin;
+            end[r] = seen.end;
+            const T* from = (const T*)args.query + (first_token + (task.first_row + r) / group) * args.query_token_stride;
             from += query_head(r) * args.query_head_stride;
             to_operand(from, args.head_dim, query + r * kMaxDim, args.padded_dim);
         }
+        seen_begin = begin[0];
+        seen_end = end[task.rows - 1];
     }
 
     long query_head(long r) const {
         const long group = args.num_heads / args.num_kv_heads;
-        return kv_head * group + (task.first_row + r) % group;
+        return task.kv_head * group + (task.first_row + r) % group;
     }
 
     void write(const Totals& total) const {
@@ -91,26 +105,36 @@ struct TaskRows {
     }
 
     // Elements from the beginning of a cache to the first step of the panel that holds a position.
-    long panel_at(long position) const {
-        const long block = args.block_table[task.seq * args.table_stride + position / args.block_size];
-        const long panel = (block * args.num_kv_heads + kv_head) * (args.block_size / kLanes) + position % args.block_size / kLanes;
+    long panel_at(const AttentionTask& of, long position) const {
+        const long block = args.block_table[of.seq * args.table_stride + position / args.block_size];
+        const long panel = (block * args.num_kv_heads + of.kv_head) * (args.block_size / kLanes) + position % args.block_size / kLanes;
         return panel * panel_size<Cache>(args.padded_dim) + Cache::kHeader;
     }
 
-    // stop: the segment's end; what lies behind it is another call's, maybe another thread's.
-    Chunk<Stored> chunk_at(long start, long stop) const {
+    Chunk<Stored> chunk_at(long start, const After& after) const {
         Chunk<Stored> chunk{};
         chunk.start = start;
         chunk.first_panel = larger(0, seen_begin - start) / kLanes;
         chunk.end_panel = ceil_div(smaller(kChunk, seen_end - start), kLanes);
         for (long p = chunk.first_panel; p < chunk.end_panel; p++) {
-            const long position = start + p * kLanes, at = panel_at(position);
+            const long at = panel_at(task, start + p * kLanes);
             chunk.key[p] = (const Stored*)args.key_cache + at;
             chunk.value[p] = (const Stored*)args.value_cache + at;
-            if (!Cache::kAsksAhead) continue;
-            chunk.next[p] = (const Stored*)args.key_cache + (position + kChunk < stop ? panel_at(position + kChunk) : at);
+        }
+        if (start + kChunk < after.stop) {
+            look_ahead(chunk, task, start + kChunk, after.stop);
+        } else if (after.task != nullptr) {
+            look_ahead(chunk, *after.task, seen_by(args, *after.task, 0).begin, seen_by(args, *after.task, after.task->rows - 1).end);
         }
         return chunk;
+    }
+
+    // The chunk of positions [from, stop) is read next.
+    void look_ahead(Chunk<Stored>& chunk, const AttentionTask& of, long from, long stop) const {
+        const long end = smaller(stop, from / kChunk * kChunk + kChunk);
+        for (long at = from / kLanes * kLanes; at < end; at += kLanes) {
+            chunk.next[chunk.num_next++] = (const Stored*)args.key_cache + panel_at(of, at);
+        }
     }
 
     // All rows over one chunk.
@@ -170,13 +194,9 @@ struct TaskRows {
         }
         const long steps = ceil_div(args.head_dim, kPack);
         const Rows<X> rows{query + row * kMaxDim, kMaxDim};
-        if constexpr (Cache::kAsksAhead) {
-            Ahead<N> ahead{{}, kStepBytes};
-            UNROLL for (int n = 0; n < N; n++) ahead.at[n] = (const char*)(chunk.value[panel + n] - Cache::kHeader);
-            accumulate<Format>(acc, rows, keys, kLanes * kPack, steps, ahead);
-        } else {
-            accumulate<Format>(acc, rows, keys, kLanes * kPack, steps);
-        }
+        Ahead<N> ahead{{}, kStepBytes};
+        UNROLL for (int n = 0; n < N; n++) ahead.at[n] = (const char*)(chunk.value[panel + n] - Cache::kHeader);
+        accumulate<Format>(acc, rows, keys, kLanes * kPack, steps, ahead);
         UNROLL for (int r = 0; r < R; r++) {
             UNROLL for (int n = 0; n < N; n++) {
                 store(&scores[r][(panel + n) * kLanes], Cache::scaled(acc[r][n], keys[n]) * splat(args.scale));
@@ -275,14 +295,11 @@ struct TaskRows {
                 values[n] = chunk.value[panel] + lane % kLanes / kPack * w_stride + (d + n * kLanes) * kPack;
             }
             const Rows<X> rows{probs + lane, kChunk};
-            if constexpr (Cache::kAsksAhead) {
-                const char* next = (const char*)(chunk.next[panel] - Cache::kHeader) + d * kLanes * sizeof(Stored);
-                Ahead<N> ahead{{}, N * kStepBytes};
-                UNROLL for (int n = 0; n < N; n++) ahead.at[n] = next + n * kStepBytes;
-                accumulate<Format>(acc, rows, values, w_stride, (stop - lane) / kPack, ahead);
-            } else {
-                accumulate<Format>(acc, rows, values, w_stride, (stop - lane) / kPack);
-            }
+            const long after = panel - chunk.first_panel;
+            const Stored* next = after < chunk.num_next ? chunk.next[after] : chunk.value[panel];
+            Ahead<N> ahead{{}, N * kStepBytes};
+            UNROLL for (int n = 0; n < N; n++) ahead.at[n] = (const char*)(next - Cache::kHeader + d * kLanes) + n * kStepBytes;
+            accumulate<Format>(acc, rows, values, w_stride, (stop - lane) / kPack, ahead);
             lane = stop;
         }
         UNROLL for (int r = 0; r < R; r++) {

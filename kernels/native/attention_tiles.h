@@ -3,6 +3,9 @@
 // What a row does not see has no part in its result: such scores are left out of the softmax, and such values are multiplied by zero.
 // Those that no row of the task sees are zero themselves, for a stale slot of the cache may hold NaN; where one that only some of the rows
 // see is not a number or infinite, each row takes the values by itself.
+//
+// A panel is too short for the processor to see what will be read behind it. So the values are asked for while the keys are
+// multiplied, and the next chunk's keys while the values are.
 #pragma once
 
 #include "attention_rows.h"
@@ -116,6 +119,9 @@ struct ChunkTiles<PlainCache<Bf16>> {
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
         for (long k = 0; k < rows.args.head_dim; k += kRunDepth) {
             const long at = k * kLanes;
+            if (row == 0) {
+                for (long p = chunk.first_panel; p < chunk.end_panel; p++) ask<kTileBytes>(chunk.value[p] + at);
+            }
             tile_load<kQuery>(rows.query + row * kMaxDim + k, kMaxDim * sizeof(Bf16));
             tile_load<kKeys>(keys[0] + at, kRowBytes);
             tile_multiply<0, kQuery, kKeys>();
@@ -158,6 +164,14 @@ struct ChunkTiles<PlainCache<Bf16>> {
         return rows.begin[row] <= chunk.start && rows.end[row] >= chunk.start + kChunk;
     }
 
+    // Asks for the lines of so many bytes.
+    template <long Bytes>
+    static INLINE void ask(const Bf16* from) {
+        for (long at = 0; at < Bytes; at += 8 * kRowBytes) {
+            UNROLL for (int i = 0; i < 8; i++) __builtin_prefetch((const char*)from + at + i * kRowBytes, 0, 3);
+        }
+    }
+
     // Adds the values' dimensions from d on, N times 16 of them.
     template <int N>
     static INLINE void add_values(const Rows& rows, const Chunk<Bf16>& chunk, const Bf16 (*probs)[kChunk], long row, long d, Totals& part) {
@@ -170,6 +184,11 @@ struct ChunkTiles<PlainCache<Bf16>> {
         if constexpr (N > 2) tile_load<3>(sums + 3 * kLanes, stride);
         for (long p = chunk.first_panel; p < chunk.end_panel; p++) {
             const Bf16* values = chunk.value[p] + 2 * d;
+            if (row == 0) {
+                for (long q = p - chunk.first_panel; q < chunk.num_next; q += chunk.end_panel - chunk.first_panel) {
+                    ask<N * kLanes * kLanes * sizeof(Bf16)>(chunk.next[q] + d * kLanes);
+                }
+            }
             tile_load<kProbs>(&probs[0][p * kLanes], kChunk * sizeof(Bf16));
             tile_load<kValues>(values, value_stride);
             tile_multiply<0, kProbs, kValues>();
@@ -193,14 +212,13 @@ struct ChunkTiles<PlainCache<Bf16>> {
 
 // The rows' attention to positions [segment, segment + kSegment).
 template <class Cache>
-void attend_segment(TaskRows<Cache>& rows, long segment, Totals& part) {
-    ChunkTiles<Cache> tiles;
+void attend_segment(TaskRows<Cache>& rows, ChunkTiles<Cache>& tiles, long segment, const After& after, Totals& part) {
     const bool is_tiled = tiles.fits(rows.args);
     part.clear(rows.task.rows, rows.args.padded_dim);
     for (long r = 0; r < rows.task.rows; r++) rows.sums[r] = zero();
     const long stop = smaller(segment + kSegment, rows.seen_end);
     for (long start = larger(segment, rows.seen_begin / kChunk * kChunk); start < stop; start += kChunk) {
-        const auto chunk = rows.chunk_at(start, stop);
+        const auto chunk = rows.chunk_at(start, after);
         is_tiled ? tiles.attend(rows, chunk, part) : rows.attend_rows(chunk, part);
     }
     for (long r = 0; r < rows.task.rows; r++) part.sum[r] = sum_lanes(rows.sums[r]);

@@ -5,9 +5,8 @@
 // columns of the product with the probabilities.
 //
 // A kind of cache names the type T of what goes in and comes out, the format of its panels, kHeader, how many of the format's
-// elements lie before a panel's first step, kIsFinite, whether slots that nobody has written to hold numbers (else NaN, maybe), and
-// kAsksAhead, whether panels are so short that the processor does not see by itself what will be read. `put` writes one number into
-// a step. `scaled` multiplies one number for each of the 16 tokens by the scale of the token's elements.
+// elements lie before a panel's first step, and kIsFinite, whether slots that nobody has written to hold numbers (else NaN, maybe).
+// `put` writes one number into a step. `scaled` multiplies one number for each of the 16 tokens by the scale of the token's elements.
 #pragma once
 
 #include "integers.h"
@@ -21,7 +20,7 @@ struct PlainCache {
     using T = Element;
     using Format = typename FormatOf<T>::type;
     static constexpr long kHeader = 0;
-    static constexpr bool kIsFinite = false, kAsksAhead = false;
+    static constexpr bool kIsFinite = false;
 
     static INLINE void put(T* step, long column, long k, const T& x) { step[column * Format::kPack + k] = x; }
     static INLINE Vec scaled(const Vec& x, const T*) { return x; }
@@ -33,7 +32,7 @@ struct IntegerCache {
     using T = Element;
     using Format = typename IntegerFormats<T>::Bits8;
     static constexpr long kHeader = kLanes * sizeof(float);
-    static constexpr bool kIsFinite = true, kAsksAhead = true;
+    static constexpr bool kIsFinite = true;
 
     static INLINE void put(uint8_t* step, long column, long k, int x) { Format::put(step, column, k, x); }
     static INLINE Vec scaled(const Vec& x, const uint8_t* steps) { return x * load((const float*)(steps - kHeader)); }

@@ -16,6 +16,7 @@ INLINE bool tiled_linear(const LinearArguments&, const T*, long, void*, long, lo
 
 constexpr long kPairRows = 2 * kTileSide;  // rows of a full block: two tiles
 constexpr long kBlockDepth = 256;          // of a block's rows and panels, which then fit the first cache
+constexpr long kPassedBytes = 1L << 20;    // of a layer's weights, which then wash its results out of the second cache
 constexpr long kPassNumbers = 1L << 19;    // of rows that pass by a panel, so that they stay in the second cache
 
 // Rows as tiles: bytes from one row to the next, from one run of K to the next, from one 16 rows to the next.
@@ -24,18 +25,23 @@ struct TileRows {
     long row, run, tile;
 };
 
-// Lines that are asked for with each run: of the panels themselves, that pass by once, or of the next ones, `lines` from `at` on.
+// Lines that are asked for with each run: of the panels themselves, that pass by once and are of `panel_bytes`, or of the next ones,
+// `lines` from `at` on.
 struct Wanted {
     const char* at;
-    long lines;
+    long lines, panel_bytes;
 
     template <int P>
     INLINE void ask(const char* const (&panels)[P], long run) {
         if (at == nullptr) {
+            // Behind a panel's end lies one that is read beside it: what comes next are those behind them all.
+            const long others = (P - 1) * panel_bytes;
+            const long far = run + kFarBytes, near = run + kNearBytes;
+            const long far_at = far < panel_bytes ? far : far + others, near_at = near < panel_bytes ? near : near + others;
             UNROLL for (int p = 0; p < P; p++) {
                 UNROLL for (int i = 0; i < kTileSide; i++) {
-                    __builtin_prefetch(panels[p] + run + kFarBytes + i * kRowBytes, 0, 2);
-                    __builtin_prefetch(panels[p] + run + kNearBytes + i * kRowBytes, 0, 3);
+                    __builtin_prefetch(panels[p] + far_at + i * kRowBytes, 0, 2);
+                    __builtin_prefetch(panels[p] + near_at + i * kRowBytes, 0, 3);
                 }
             }
             return;
@@ -84,29 +90,41 @@ INLINE void multiply_tiles(const TileRows& rows, const char* const (&panels)[P],
     if constexpr (R > 1 && P > 1) tile_store<3>(sums + (kTileSide * P + 1) * kLanes, stride);
 }
 
+// Sums that are complete: rows [row, row + count) of `panels` panels.
+struct Finished {
+    const float* sums;
+    long row, count, panel, panels;
+};
+
 struct TiledLinear {
     const LinearArguments& args;
     TileRows rows;
     long num_rows;
     Output<Bf16> output;
+    bool passes_by;  // whether results go to memory past the caches
 
     const char* panel_at(long panel) const { return (const char*)args.packed + panel * args.k * kLanes * sizeof(Bf16); }
 
     // All rows over panels [begin, end).
     void run(long begin, long end) const {
         static thread_local Scratch scratch;
-        float* sums = scratch.get<float>(round_up(num_rows, kPairRows) * 2 * kLanes);
+        const long size = round_up(num_rows, kPairRows) * 2 * kLanes;
+        float* sums = scratch.get<float>(2 * size);
         TileRegisters registers;
+        Finished finished{};
         long panel = begin;
-        for (; panel + 2 <= end; panel += 2) sweep<2>(panel, end, sums, registers);
-        if (panel < end) sweep<1>(panel, end, sums, registers);
+        for (; panel + 2 <= end; panel += 2) sweep<2>(panel, end, sums + (panel - begin) / 2 % 2 * size, registers, finished);
+        if (panel < end) sweep<1>(panel, end, sums + (panel - begin) / 2 % 2 * size, registers, finished);
+        write(finished);
+        if (passes_by) _mm_sfence();  // such results are in no order with what tells other threads that they are there
     }
 
+    // A block is written out when the next one has been multiplied: who reads what a tile has just stored waits for it long.
     template <int P>
-    void sweep(long panel, long end, float* sums, TileRegisters& registers) const {
+    void sweep(long panel, long end, float* sums, TileRegisters& registers, Finished& finished) const {
         const long blocks = ceil_div(num_rows, kPairRows), depth = blocks > 1 ? kBlockDepth : args.k;
         const char* next = blocks == 1 ? nullptr : panel_at(panel + P < end ? panel + P : panel);
-        Wanted wanted{next, ceil_div(P * kTileSide, blocks)};
+        Wanted wanted{next, ceil_div(P * kTileSide, blocks), args.k * kLanes * (long)sizeof(Bf16)};
         for (long k = 0; k < args.k; k += depth) {
             const long runs = smaller(depth, args.k - k) / kRunDepth;
             const bool is_last = k + depth >= args.k;
@@ -122,24 +140,44 @@ struct TiledLinear {
                 } else {
                     multiply_tiles<1, P>(from, panels, runs, k == 0, to, wanted);
                 }
-                if (is_last) write<P>(row, panel, to, count);
+                write(finished);
+                finished = is_last ? Finished{to, row, count, panel, P} : Finished{};
             }
         }
+    }
+
+    INLINE void write(const Finished& it) const {
+        if (it.panels == 2) write<2>(it.row, it.panel, it.sums, it.count);
+        if (it.panels == 1) write<1>(it.row, it.panel, it.sums, it.count);
     }
 
     template <int P>
     INLINE void write(long row, long panel, const float* sums, long count) const {
         const long column = panel * kLanes, at[2] = {panel, panel + 1};
-        const bool is_whole = P == 2 && column + 2 * kLanes <= args.n, is_plain = args.bias == nullptr && args.out_dtype != kFloat32;
-        if (!is_whole || !is_plain || args.out_dtype == kRounded) return output.write_sums(row, at, sums, count, P);
+        if (P == 1 || column + 2 * kLanes > args.n || args.bias != nullptr) return output.write_sums(row, at, sums, count, P);
+        const long first = (output.first_row + row) * args.n + column;
+        if (args.out_dtype == kFloat32 || args.out_dtype == kRounded) return write_floats((float*)output.y + first, sums, count);
         // The same in few instructions, since the multiplication waits for them. (The tiles hold no subnormal numbers.)
-        Bf16* to = (Bf16*)output.y + (output.first_row + row) * args.n + column;
+        Bf16* to = (Bf16*)output.y + first;
         for (long m = 0; m < count; m++, to += args.n, sums += 2 * kLanes) {
             const __m512 low = (load(sums) + zero()).p[0], high = (load(sums + kLanes) + zero()).p[0];
             const __mmask32 nan = _mm512_kunpackw(_mm512_cmpunord_ps_mask(high, high), _mm512_cmpunord_ps_mask(low, low));
             const __m512i line = _mm512_mask_set1_epi16((__m512i)_mm512_cvtne2ps_pbh(high, low), nan, 0x7fc0);
-            _mm512_storeu_si512(to, line);
+            write_line(to, line);
         }
+    }
+
+    INLINE void write_floats(float* to, const float* sums, long count) const {
+        for (long m = 0; m < count; m++, to += args.n, sums += 2 * kLanes) {
+            const Vec low = load(sums) + zero(), high = load(sums + kLanes) + zero();
+            const bool is_rounded = args.out_dtype == kRounded;
+            write_line(to, (__m512i)(is_rounded ? round_bf16(low) : low).p[0]);
+            write_line(to + kLanes, (__m512i)(is_rounded ? round_bf16(high) : high).p[0]);
+        }
+    }
+
+    INLINE void write_line(void* to, const __m512i& line) const {
+        passes_by ? _mm512_stream_si512((__m512i*)to, line) : _mm512_storeu_si512(to, line);
     }
 };
 
@@ -151,6 +189,12 @@ INLINE void put_in_tiles(const Bf16* x, long x_stride, long m, long k, char* to,
             for (long run = 0; run < k; run += kRunDepth, at += kTileBytes) memcpy(at, x + row * x_stride + run, kRowBytes);
         }
     });
+}
+
+// Whether results shall go past the caches, and are whole lines of 64 bytes: then memory need not be read to be written to, which
+// takes longer than all else that is done to a result.
+INLINE bool may_pass_by(const LinearArguments& args, const void* y) {
+    return args.n * args.k * (long)sizeof(Bf16) > kPassedBytes && (uintptr_t)y % kRowBytes == 0 && args.n % (2 * kLanes) == 0;
 }
 
 INLINE bool tiled_linear(const LinearArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
@@ -165,7 +209,7 @@ INLINE bool tiled_linear(const LinearArguments& args, const Bf16* x, long x_stri
             put_in_tiles(x + first * x_stride, x_stride, count, args.k, tiles, threads);
             rows = {tiles, kRowBytes, kTileBytes, args.k * kTileSide * 2};
         }
-        const TiledLinear tile{args, rows, count, {args, y, first}};
+        const TiledLinear tile{args, rows, count, {args, y, first}, may_pass_by(args, y)};
         const long panels = ceil_div(args.n, kLanes);
         parallel_ranges(ceil_div(panels, 2), kGroupPanels / 2, (double)count * args.n * args.k, threads, [&](long begin, long end) {
             tile.run(2 * begin, smaller(panels, 2 * end));
