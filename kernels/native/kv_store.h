@@ -102,6 +102,10 @@ void store_token(const KvStoreArguments& args, long token) {
     }
 }
 
+// How many tokens a thread takes at least: those of a panel, if that leaves work for all threads. Keys of 16 tokens share each line of
+// memory, which would go to and fro between threads.
+INLINE long token_grain(long num_tokens, long threads) { return num_tokens >= kLanes * threads ? kLanes : 4; }
+
 // Returns false, having changed nothing, if a slot lies outside the cache.
 template <class T>
 bool store_kv(const KvStoreArguments& args, long threads) {
@@ -109,7 +113,7 @@ bool store_kv(const KvStoreArguments& args, long threads) {
         if (args.slots[token] >= args.num_slots) return false;
     }
     const double work = kElementWork * args.num_tokens * args.num_kv_heads * args.head_dim * 2;
-    parallel_ranges(args.num_tokens, 4, work, threads, [&](long begin, long end) {
+    parallel_ranges(args.num_tokens, token_grain(args.num_tokens, threads), work, threads, [&](long begin, long end) {
         for (long token = begin; token < end; token++) {
             args.quantized ? store_token<IntegerCache<T>>(args, token) : store_token<PlainCache<T>>(args, token);
         }

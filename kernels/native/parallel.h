@@ -23,14 +23,14 @@ INLINE void parallel_for(long count, double work, long threads, const Body& body
     Pool::get().run(count, smaller(threads, count), call, &body);
 }
 
-// The same over [0, count), handed out as runs [begin, end) of at least `grain` indices.
+// The same over [0, count), handed out as runs [begin, end) of some times `grain` indices.
 template <class Body>
 INLINE void parallel_ranges(long count, long grain, double work, long threads, const Body& body) {
     if (threads <= 1 || count <= grain || work < kSerialWork) {
         if (count > 0) body(0, count);
         return;
     }
-    const long size = larger(grain, ceil_div(count, threads * 4));
+    const long size = round_up(ceil_div(count, threads * 4), grain);
     parallel_for(ceil_div(count, size), work, threads, [&](long i) { body(i * size, smaller(count, (i + 1) * size)); });
 }
 

@@ -115,7 +115,7 @@ long run_by_token(const Operation* operations, long count, const StepInputs& ste
     double numbers = 0.0;
     for (long i = 0; i < count; i++) numbers += numbers_of_token(operations[i]);
     long done = count;  // the first one that found a wrong index
-    parallel_ranges(step.num_tokens, 4, kElementWork * numbers * step.num_tokens, threads, [&](long begin, long end) {
+    parallel_ranges(step.num_tokens, token_grain(step.num_tokens, threads), kElementWork * numbers * step.num_tokens, threads, [&](long begin, long end) {
         for (long token = begin; token < end; token += kTogether) {
             for (long i = 0; i < count; i++) {
                 if (run_tokens<T>(operations[i], step, token, smaller(end, token + kTogether))) continue;
