@@ -112,6 +112,25 @@ def test_rotary_table_given_model_dtype_when_built_then_values_are_rounded_to_it
     assert table[0].tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
 
+def test_rotary_table_given_several_threads_when_built_then_one_makes_it_and_all_are_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    before, cosine = torch.get_num_threads(), torch.Tensor.cos
+
+    def watched(angles: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return cosine(angles)
+
+    monkeypatch.setattr(torch.Tensor, "cos", watched)
+    torch.set_num_threads(3)
+    try:
+        rotary_table(RotarySpec(inverse_frequencies=(1.0, 0.1)), 50, torch.float32, torch.device("cpu"))
+        assert (seen, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ranks", "expected"),
     [
