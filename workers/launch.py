@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from novainfer.config import ServeConfig
@@ -17,6 +18,7 @@ class RankPlace:
     world_size: int
     epoch: int
     meeting_point: str  # path of a file, see `TensorParallel.init`; unused with one rank
+    known: Sequence[str] = ()  # fingerprints: the group's must be one of them, if there are any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class RankLaunch:
         return cls(
             config=ServeConfig.from_json(data["config"]),
             replica=data["replica"],
-            place=RankPlace(**data["place"]),
+            place=RankPlace(**{**data["place"], "known": tuple(data["place"]["known"])}),
             scheduler=Endpoint.from_json(data["scheduler"]),
             supervisor=None if data["supervisor"] is None else Endpoint.from_json(data["supervisor"]),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,9 +43,10 @@ class RayWorkerGroup:
         self._spare: SpareRanks | None = None
         self._runs: list[Any] = []  # one object reference per rank, ready when the rank has ended
 
-    def start(self, epoch: int) -> None:
+    def start(self, epoch: int, known: Sequence[str] = ()) -> None:
         """Start all ranks, in the Ray instance that is there or else in a new one. Does not wait for loading.
 
+        known: the fingerprints that the group may have; none: any.
         Call it from a thread that lives as long as the group. Importing Ray installs its SIGTERM handler in the main
         thread. Raises `ConfigError` if there are too few GPUs, `EngineError` if Ray has no room.
         """
@@ -54,7 +56,7 @@ class RayWorkerGroup:
             self._start_ray()
         if self._placement is None:
             self._reserve()
-        self._place(epoch)
+        self._place(epoch, known)
 
     def _start_ray(self) -> None:
         self._ray.start()
@@ -77,13 +79,14 @@ class RayWorkerGroup:
             logger.error("rank %d has ended: %s", self._runs.index(run), _reason(run))
         return not ended
 
-    def prepare(self, num_blocks: int) -> None:
+    def prepare(self, num_blocks: int, known: Sequence[str] = ()) -> None:
         """Begin to load a spare group whose ranks have so many KV blocks each, unless there is one."""
         if self._spare is not None:
             return
         server, meeting_point = self._config.server, self._meeting_point()
         launches = [
-            self._launch(rank, _NO_EPOCH, meeting_point, num_blocks).to_json() for rank in range(len(self._hosts))
+            self._launch(rank, _NO_EPOCH, meeting_point, known, num_blocks).to_json()
+            for rank in range(len(self._hosts))
         ]
         self._spare = SpareRanks(
             self._hosts, launches, load_timeout=server.start_timeout, hang_timeout=server.hang_timeout
@@ -141,7 +144,7 @@ class RayWorkerGroup:
             raise EngineError(f"Ray has no room on one host for {world_size} ranks with {bundle} each")
         logger.info("the ranks are on %s", _node_of(self._placement))
 
-    def _place(self, epoch: int) -> None:
+    def _place(self, epoch: int, known: Sequence[str]) -> None:
         """Start all ranks: those of a spare group that stands by, else new ones."""
         self._epoch = epoch
         if self._spare is not None and self._spare.can_serve():
@@ -158,7 +161,7 @@ class RayWorkerGroup:
             if _has_lost_its_host(run):
                 self._hosts[rank] = self._new_host(rank)
         meeting_point = self._meeting_point()
-        launches = [self._launch(rank, epoch, meeting_point).to_json() for rank in ranks]
+        launches = [self._launch(rank, epoch, meeting_point, known).to_json() for rank in ranks]
         self._runs = [host.run.remote(launch) for host, launch in zip(self._hosts, launches, strict=True)]
 
     def _new_host(self, rank: int) -> Any:
@@ -179,7 +182,14 @@ class RayWorkerGroup:
         name = f"ranks-{secrets.token_hex(16)}"
         return name if self._config.parallel.cluster_host is not None else str(self._run_dir.path / name)
 
-    def _launch(self, rank: int, epoch: int, meeting_point: str, num_blocks: int | None = None) -> RankLaunch:
+    def _launch(
+        self,
+        rank: int,
+        epoch: int,
+        meeting_point: str,
+        known: Sequence[str],
+        num_blocks: int | None = None,
+    ) -> RankLaunch:
         config = replace(self._config, keys=())  # no business of a rank
         if num_blocks is not None:
             config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
@@ -191,6 +201,7 @@ class RayWorkerGroup:
                 world_size=self._config.parallel.tensor_parallel_size,
                 epoch=epoch,
                 meeting_point=meeting_point,
+                known=known,
             ),
             scheduler=self._run_dir.workers(self._replica).for_client(),
             supervisor=self._run_dir.rank_reports().for_client(),

@@ -28,6 +28,7 @@ from novainfer.protocol.supervision import (
     LoadProgress,
 )
 from novainfer.transport.channel import connect_dealer, connect_push
+from workers.fingerprint import StrangeRankError, check_fingerprint
 from workers.launch import RankLaunch, RankPlace
 from workers.pulse import Pulse
 from workers.worker import Pending, Worker
@@ -54,10 +55,12 @@ def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
             reports.send(ChildStarted(ROLE_WORKER, place.rank, os.getpid(), epoch=place.epoch))
             if worker is None:
                 worker = Worker.build(launch.config, place, reports.progress)
+            check_fingerprint(worker.fingerprint, place.known)
             runner = worker.runner
             pulse.progress = lambda: runner.progress
             loop = StepLoop(worker, place, socket, pulse)
-            reports.send(ChildReady(ROLE_WORKER, place.rank, place.epoch, worker.info.num_blocks))
+            ready = ChildReady(ROLE_WORKER, place.rank, place.epoch, worker.info.num_blocks, worker.fingerprint)
+            reports.send(ready)
             pulse.num_blocks = worker.info.num_blocks
             worker.take_cache_memory(launch.config)
             loop.run()
@@ -66,8 +69,9 @@ def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
             logger.exception("rank %d cannot go on", place.rank)
             message = f"{type(error).__name__}: {error}"
             peer_lost = isinstance(error, PeerLostError)
+            strange = error.fingerprint if isinstance(error, StrangeRankError) else ""
             with suppress(PeerLostError):
-                reports.send(ChildFault(ROLE_WORKER, place.rank, place.epoch, message, peer_lost))
+                reports.send(ChildFault(ROLE_WORKER, place.rank, place.epoch, message, peer_lost, strange))
             with suppress(PeerLostError):
                 _send(socket, WORKER_SCHEMA.encode(WorkerFault(place.epoch, place.rank, message)))
             raise

@@ -26,6 +26,7 @@ from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.checkpoint import find_checkpoint
+from workers.fingerprint import fingerprint
 from workers.kv_cache import CacheSize, KVCache, block_bytes, cpu_budget, fit_cache, gpu_budget, resolve_max_model_len
 from workers.launch import RankPlace
 from workers.mode import find_mode
@@ -44,6 +45,7 @@ STAGE_WEIGHTS = "weights"
 STAGE_KV_CACHE = "kv cache"
 STAGE_WARM_UP = "warm-up"
 _WARM_UP_TOKENS = 32
+_WARM_UP_STRIDE = 7919  # from one token's id to the next one's: they lie far apart
 _SAMPLING_COPIES = 4  # of the largest step's float32 logits, live at once: raw, processed, log-probabilities, noise
 
 
@@ -77,6 +79,7 @@ class Worker:
     tp: TensorParallel
     max_launched: int  # steps worth launching before the first is finished: 2 where the device works on its own
     cache: KVCache | None  # None: it computes nothing
+    fingerprint: str = ""  # of the group, on rank 0
 
     @classmethod
     def build(cls, config: ServeConfig, place: RankPlace, progress: Progress) -> Worker:
@@ -107,8 +110,10 @@ class Worker:
         runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache)
         progress(STAGE_WARM_UP, 0, 1)
         num_tokens = min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 2)
-        if not _run_dummy(runner, num_tokens):
+        results = _run_dummy(runner, num_tokens, SamplingParams(seed=0, top_p=0.9, logprobs=0, prompt_logprobs=0))
+        if any(result.bad_rows for result in results):
             raise ConfigError(_why_not_finite(config.model))
+        mode = find_mode(config, kernels, model, tp, device)
         info = ExecutorInfo(
             epoch=place.epoch,
             num_blocks=size.num_blocks,
@@ -118,9 +123,10 @@ class Worker:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             can_draft=device.type == "cpu",
-            mode=str(find_mode(config, kernels, model, tp, device)),
+            mode=str(mode),
         )
-        return cls(runner, info, tp, 1 if device.type == "cpu" else 2, cache)
+        own = fingerprint(mode, tp, model.tables, results)
+        return cls(runner, info, tp, 1 if device.type == "cpu" else 2, cache, own)
 
     def take_cache_memory(self, config: ServeConfig) -> None:
         """All of a cache whose size was given: it is wanted, and later may not be there. Else what is soon used."""
@@ -201,7 +207,7 @@ def _size_cache(
     cache = KVCache.allocate(model, kernels, probe.num_blocks, config.cache, device)
     torch.cuda.reset_peak_memory_stats(device)
     states = RequestStates(_limits(config, model, probe, step), device)
-    _run_dummy(ModelRunner(model, kernels, tp, states, cache), num_tokens)
+    _run_dummy(ModelRunner(model, kernels, tp, states, cache), num_tokens, SamplingParams(seed=0, top_p=0.9))
     torch.cuda.synchronize(device)
     del cache
     sampling_bytes = _SAMPLING_COPIES * 4 * config.scheduler.max_num_seqs * model.spec.vocab_size
@@ -215,23 +221,22 @@ def _why_not_finite(config: ModelConfig) -> str:
     return f"the model's first logits are not finite: tensor '{name}' of the checkpoint holds NaN or infinity"
 
 
-def _run_dummy(runner: ModelRunner, num_tokens: int) -> bool:
-    """Prefill num_tokens and decode once, greedily and sampled, then leave the rows as they were.
+def _run_dummy(runner: ModelRunner, num_tokens: int, params: SamplingParams) -> list[StepResult]:
+    """Prefill num_tokens and decode once, then leave the rows as they were; rank 0 alone has results.
 
-    False if logits were not finite (rank 0 alone sees them).
     Pays for lazy initialisation and compilation before the first request does. What it leaves in the KV blocks is never
     read: a slot is written before it belongs to a context.
     """
     if num_tokens < 1:
-        return True
-    block_size = runner.states.limits.block_size
+        return []
+    limits = runner.states.limits
     new = NewRow(
         row=0,
-        token_ids=[0] * num_tokens,
+        token_ids=[i * _WARM_UP_STRIDE % limits.vocab_size for i in range(num_tokens)],
         prompt_len=num_tokens,
         num_computed_tokens=0,
-        block_ids=list(range(-(-(num_tokens + 1) // block_size))),
-        params=SamplingParams(seed=0, top_p=0.9, logprobs=0),
+        block_ids=list(range(-(-(num_tokens + 1) // limits.block_size))),
+        params=params,
         choice=0,
     )
     results = [
@@ -239,4 +244,4 @@ def _run_dummy(runner: ModelRunner, num_tokens: int) -> bool:
         runner.execute(StepPlan(epoch=0, step=1, rows=[0], num_new_tokens=[1])),
         runner.execute(StepPlan(epoch=0, step=2, rows=[], num_new_tokens=[], freed_rows=[0])),
     ]
-    return not any(result.bad_rows for result in results if result is not None)
+    return [result for result in results if result is not None]

@@ -112,6 +112,10 @@ class ChildTable:
             child.phase = max(child.phase, Phase.READY)
             child.num_blocks = message.num_blocks
 
+    def num_blocks(self) -> int:
+        """Of the rank with the fewest: a spare group has as many, whatever the memory says by then."""
+        return min(rank.num_blocks for rank in self.of(ROLE_WORKER))
+
     def behind(self, phase: Phase) -> list[ChildState]:
         """The children that have not got as far as `phase`."""
         return [child for child in self.children.values() if child.phase < phase]

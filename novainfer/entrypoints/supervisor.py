@@ -25,6 +25,7 @@ from novainfer.entrypoints.children import (
     kill_all,
     send_signal,
 )
+from novainfer.entrypoints.fingerprints import Fingerprints
 from novainfer.entrypoints.launch import Launch, standard_launch
 from novainfer.entrypoints.notify import notify
 from novainfer.entrypoints.progress import StartProgress
@@ -83,6 +84,7 @@ class Supervisor:
         self._watch = Watch(config.server, is_stopped)
         self._strays = StrayRanks()
         self._progress = StartProgress()
+        self._fingerprints = Fingerprints()
         self._fault: str | None = None
         self._stop_signals = 0  # SIGTERM, SIGINT or SIGHUP so far; the second ends the patience
         self._is_stopping = False
@@ -172,8 +174,7 @@ class Supervisor:
     def _prepare(self) -> None:
         """Get ready for the next death."""
         self._standbys.prepare()
-        # A spare group has as many blocks as the one that serves, whatever the memory says by then.
-        self._workers.prepare(min(rank.num_blocks for rank in self.table.of(ROLE_WORKER)))
+        self._workers.prepare(self.table.num_blocks(), self._fingerprints.known())
 
     # -- one turn of the loop -----------------------------------------------------------------------------------
 
@@ -239,6 +240,7 @@ class Supervisor:
                     self._wakeups.watch(process_file)
         else:
             self.table.ready(report)
+            self._fingerprints.ready(report)
             if child.role != ROLE_GATEWAY:
                 heard(child, time.monotonic())
         logger.debug("%s is %s (%.2f s)", child.name, child.phase.name, self._progress.seconds())
@@ -249,6 +251,7 @@ class Supervisor:
             return
         child.fault, child.peer_lost = report.message, report.peer_lost
         if report.role == ROLE_WORKER:  # it has no exit status that we could wait for
+            self._fingerprints.refused(report)
             self._lose_workers(f"{report.role} {report.index}: {report.message}")
 
     def _note_exit(self, child: ChildState) -> None:
@@ -306,7 +309,7 @@ class Supervisor:
         if self._scheduler.phase == Phase.READY:
             self._scheduler.phase = Phase.STARTED
         self._wakeups.order(WorkersLost(self.epoch, faulted))
-        self._workers.replace(self.epoch, delay)
+        self._workers.replace(self.epoch, delay, self._fingerprints.known())
 
     def _lose_scheduler(self, words: str) -> None:
         """The scheduler is dead: start another one in a new epoch. The worker group stays."""

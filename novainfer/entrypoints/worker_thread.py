@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from novainfer.engine.restarts import SPARE_DELAYS, STABLE_SECONDS, Restarts
@@ -22,15 +22,18 @@ _CHECK_INTERVAL = 0.25  # seconds
 class WorkerGroup(Protocol):
     """All ranks of one replica, placed and owned by somebody (Ray). Start follows start, each after an `end`."""
 
-    def start(self, epoch: int) -> None:
-        """Create every rank; returns when all are placed, before they have loaded. Raises if that is impossible."""
+    def start(self, epoch: int, known: Sequence[str]) -> None:
+        """Create every rank; returns when all are placed, before they have loaded. Raises if that is impossible.
+
+        known: the fingerprints that the group may have; none: any.
+        """
         ...
 
     def is_alive(self) -> bool:
         """Whether every rank still lives."""
         ...
 
-    def prepare(self, num_blocks: int) -> None:
+    def prepare(self, num_blocks: int, known: Sequence[str]) -> None:
         """Begin to load a spare group, unless there is one: each rank with room for so many KV blocks."""
         ...
 
@@ -63,6 +66,7 @@ class WorkerThread:
         self._has_spares = num_spares > 0
         self._news = threading.Condition()
         self._wanted: tuple[int, float] | None = None  # epoch to start, and when (monotonic)
+        self._known: Sequence[str] = ()  # fingerprints of the groups so far
         self._is_stopping = False
         self._may_end = False
         self._prepare_at: float | None = None  # monotonic
@@ -74,20 +78,22 @@ class WorkerThread:
 
     def start(self, epoch: int) -> None:
         """Begin to start the first group."""
-        self.replace(epoch, 0.0)
+        self.replace(epoch, 0.0, ())
         self._thread.start()
 
-    def replace(self, epoch: int, delay: float) -> None:
+    def replace(self, epoch: int, delay: float, known: Sequence[str]) -> None:
         """Kill what is there now, and start a group of this epoch after `delay` seconds. Does not wait."""
         with self._news:
+            self._known = known
             self._wanted = epoch, time.monotonic() + delay
             self._prepare_at = None
             self._news.notify()
 
-    def prepare(self, num_blocks: int) -> None:
+    def prepare(self, num_blocks: int, known: Sequence[str]) -> None:
         """The group serves, each rank with so many KV blocks: time for a spare one, if there shall be any."""
         with self._news:
             if self._has_spares:
+                self._known = known
                 self._num_blocks, self._prepare_at = num_blocks, time.monotonic()
                 self._news.notify()
 
@@ -109,7 +115,7 @@ class WorkerThread:
         try:
             while (epoch := self._next_epoch(group)) is not None:
                 try:
-                    group.start(epoch)
+                    group.start(epoch, self._known)
                     self._watch(group, epoch)
                 except Exception as error:
                     logger.debug("the worker group failed", exc_info=True)
@@ -158,7 +164,7 @@ class WorkerThread:
         try:
             if shall_prepare:
                 self.prepares_spare = True
-                group.prepare(self._num_blocks)
+                group.prepare(self._num_blocks, self._known)
             if group.tend():
                 self.prepares_spare, self._stands_by = False, True
                 self._spare_restarts.serves(time.monotonic())

@@ -41,6 +41,7 @@ class ChildReady:
     index: int
     epoch: int = FIRST_EPOCH
     num_blocks: int = 0  # of a rank: the KV blocks it has room for
+    fingerprint: str = ""  # of rank 0: its group's, see `workers.fingerprint`
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class ChildFault:
     """The process cannot go on; `message` is one line for the log. The process exits after it.
 
     peer_lost: a rank that failed only because it cannot reach another one.
+    fingerprint: of a group that ends because this is not that of the one before it.
     """
 
     role: str
@@ -65,6 +67,7 @@ class ChildFault:
     epoch: int
     message: str
     peer_lost: bool = False
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,8 +280,9 @@ def launch(run_dir: RunDir, model: str) -> RankLaunch:
     )
 
 
-def start(run_dir: RunDir, model: str, code: str = RUN_RANK) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", code, launch(run_dir, model).to_json()]
+def start(run_dir: RunDir, model: str, code: str = RUN_RANK, known: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    sent = launch(run_dir, model)
+    command = [sys.executable, "-c", code, replace(sent, place=replace(sent.place, known=known)).to_json()]
     return subprocess.Popen(command, stderr=subprocess.PIPE)
 
 
@@ -331,8 +333,34 @@ def test_worker_process_when_it_runs_then_it_loads_answers_and_leaves(server: Se
     assert 0 <= second.token_ids[0] < info.vocab_size
     heard = server.reports()
     assert isinstance(heard[0], ChildStarted)
-    assert heard[-1] == ChildReady("worker", 0, num_blocks=16)
+    assert isinstance(heard[-1], ChildReady)
+    assert heard[-1] == ChildReady("worker", 0, num_blocks=16, fingerprint=heard[-1].fingerprint)
+    assert heard[-1].fingerprint
     assert {report.stage for report in heard if isinstance(report, LoadProgress)} == {"weights", "kv cache", "warm-up"}
+
+
+@pytest.mark.parametrize("code", [RUN_RANK, RUN_SPARE])
+def test_given_a_rank_whose_fingerprint_is_not_known_when_it_has_loaded_then_it_ends_and_says_which(
+    server: Server, code: str
+) -> None:
+    with start(server.run_dir, "demo", code, known=("another", "others")) as process:
+        try:
+            with pytest.raises(EngineError, match="compute otherwise than those before them"):
+                server.executor.wait_ready(WAIT * 4)
+            assert process.wait(WAIT) == 1
+        finally:
+            process.kill()
+    fault = server.reports()[-1]
+    assert isinstance(fault, ChildFault)
+    assert (fault.peer_lost, f"(fingerprint {fault.fingerprint})" in fault.message) == (False, True)
+    with start(server.run_dir, "demo", code, known=("another", fault.fingerprint)) as process:
+        try:
+            server.executor.expect(1, group=1)
+            server.executor.wait_ready(WAIT * 4)
+            server.executor.close()
+            assert process.wait(WAIT) == 0
+        finally:
+            process.kill()
 
 
 def test_given_a_worker_that_was_built_without_an_epoch_when_it_becomes_a_rank_then_it_serves_in_the_epoch_given(

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -47,15 +48,17 @@ def note(log: Path, *words: object) -> None:
 class FakeWorkers:
     """A worker group that never computes; `die-once` kills the first one when it is to prepare a spare.
 
-    Rank r has room for 8 - r blocks. `spare-fails`: no spare ever stands by.
+    Rank r has room for 8 - r blocks. `spare-fails`: no spare ever stands by. Groups have the `fingerprints` in turn.
     """
 
-    def __init__(self, run_dir: RunDir, log: Path, behaviour: str, world_size: int) -> None:
+    def __init__(self, run_dir: RunDir, log: Path, behaviour: str, world_size: int, fingerprints: str) -> None:
         self._run_dir, self._log, self._behaviour, self._world_size = run_dir, log, behaviour, world_size
         self._has_spare = False
+        self._fingerprints = fingerprints
 
-    def start(self, epoch: int) -> None:
+    def start(self, epoch: int, known: Sequence[str]) -> None:
         note(self._log, "workers of epoch", epoch)
+        fingerprint = self._fingerprints[min(epoch, len(self._fingerprints)) - 1]
         self._is_alive = True
         if self._behaviour == "no-start":
             raise RuntimeError("no room for the ranks")
@@ -66,13 +69,18 @@ class FakeWorkers:
                 reports.send(SUPERVISOR_SCHEMA.encode(LoadProgress(rank, "weights", 1, 2)))
                 if self._behaviour == "fault":
                     reports.send(SUPERVISOR_SCHEMA.encode(ChildFault(ROLE_WORKER, rank, epoch, "out of memory")))
-                reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_WORKER, rank, epoch, 8 - rank)))
+                if rank == 0 and known and fingerprint not in known:
+                    strange = ChildFault(ROLE_WORKER, rank, epoch, "it is strange", fingerprint=fingerprint)
+                    reports.send(SUPERVISOR_SCHEMA.encode(strange))
+                    continue
+                ready = ChildReady(ROLE_WORKER, rank, epoch, 8 - rank, "" if rank else fingerprint)
+                reports.send(SUPERVISOR_SCHEMA.encode(ready))
             reports.close()
 
     def is_alive(self) -> bool:
         return self._is_alive and self._behaviour != "die"
 
-    def prepare(self, num_blocks: int) -> None:
+    def prepare(self, num_blocks: int, known: Sequence[str]) -> None:
         note(self._log, "prepare", num_blocks)
         self._has_spare = True
         if self._behaviour == "die-once":
@@ -117,7 +125,9 @@ def run_server(options: argparse.Namespace) -> int:
         launch = Launch(
             gateway=lambda index, epoch, port: [*child("gateway", index), "--epoch", str(epoch)],
             scheduler=lambda epoch, group: [*child("scheduler", 0), "--epoch", str(epoch), "--group", str(group)],
-            workers=lambda: FakeWorkers(run_dir, log, behaviour.get("worker", "normal"), 2),
+            workers=lambda: FakeWorkers(
+                run_dir, log, behaviour.get("worker", "normal"), 2, behaviour.get("prints", "a")
+            ),
         )
         with Supervisor(config, run_dir, launch) as supervisor:
             return supervisor.run()

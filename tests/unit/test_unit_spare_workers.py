@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.unit
 
 PATIENCE = 60  # seconds; only a failing test waits that long
 BLOCKS = 40
+KNOWN = ("a", "b")
 
 
 class Group:
@@ -26,18 +27,21 @@ class Group:
         self.fault: Exception | None = None
         self.prepare_fault: Exception | None = None
         self.is_whole = True
+        self.known: Sequence[str] = ()  # what it was told last
         self.tended = threading.Semaphore(0)
         self.loads = False  # the spare does not stand by yet
         self.is_prepared = False
 
-    def start(self, epoch: int) -> None:
+    def start(self, epoch: int, known: Sequence[str]) -> None:
         self.is_whole = True
+        self.known = known
         self.calls.put(("start", epoch))
 
     def is_alive(self) -> bool:
         return self.is_whole
 
-    def prepare(self, num_blocks: int) -> None:
+    def prepare(self, num_blocks: int, known: Sequence[str]) -> None:
+        self.known = known
         self.calls.put(("prepare", num_blocks))
         if self.prepare_fault is not None:
             raise self.prepare_fault
@@ -90,7 +94,7 @@ def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("workers", [0], indirect=True)
 def test_given_no_spares_when_the_group_serves_then_none_is_asked_for(workers: Workers) -> None:
-    workers.thread.prepare(BLOCKS)
+    workers.thread.prepare(BLOCKS, KNOWN)
     for _ in range(3):
         assert workers.group.tended.acquire(timeout=PATIENCE)
     assert workers.group.calls.empty()
@@ -99,14 +103,16 @@ def test_given_no_spares_when_the_group_serves_then_none_is_asked_for(workers: W
 def test_given_a_spare_when_the_group_dies_then_its_successor_is_started_and_the_next_spare_waits_to_be_asked_for(
     workers: Workers,
 ) -> None:
-    workers.thread.prepare(BLOCKS)
+    workers.thread.prepare(BLOCKS, KNOWN)
     assert workers.group.next_call() == ("prepare", BLOCKS)
+    assert workers.group.known == KNOWN
     workers.group.is_whole = False
     assert workers.lost.wait(PATIENCE)
     assert workers.thread.losses.popleft() == (1, "a worker died")
-    workers.thread.replace(2, 0.0)
+    workers.thread.replace(2, 0.0, (*KNOWN, "c"))
     assert [workers.group.next_call() for _ in range(2)] == [("end",), ("start", 2)]
-    workers.thread.prepare(BLOCKS + 1)
+    assert workers.group.known == (*KNOWN, "c")
+    workers.thread.prepare(BLOCKS + 1, KNOWN)
     assert workers.group.next_call() == ("prepare", BLOCKS + 1)
 
 
@@ -116,7 +122,7 @@ def test_given_spares_that_fail_again_and_again_when_asked_for_then_there_are_al
     workers: Workers, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     setattr(workers.group, where, RuntimeError("no memory"))
-    workers.thread.prepare(BLOCKS)
+    workers.thread.prepare(BLOCKS, KNOWN)
     calls = [workers.group.next_call() for _ in range(20)]
     assert calls == [("prepare", BLOCKS)] * len(calls)
     words = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
@@ -130,7 +136,7 @@ def test_given_a_spare_that_failed_when_the_next_one_was_of_use_then_that_failur
 ) -> None:
     group = workers.group
     group.fault = RuntimeError("no memory")
-    workers.thread.prepare(BLOCKS)
+    workers.thread.prepare(BLOCKS, KNOWN)
     assert [group.next_call() for _ in range(2)] == [("prepare", BLOCKS)] * 2
     group.fault = None
     while workers.thread.prepares_spare or not group.is_prepared:
@@ -138,10 +144,10 @@ def test_given_a_spare_that_failed_when_the_next_one_was_of_use_then_that_failur
     while not group.calls.empty():
         group.next_call()
     caplog.clear()
-    workers.thread.replace(2, 0.0)
+    workers.thread.replace(2, 0.0, KNOWN)
     assert [group.next_call() for _ in range(2)] == [("end",), ("start", 2)]
     group.fault = RuntimeError("no memory")
-    workers.thread.prepare(BLOCKS)
+    workers.thread.prepare(BLOCKS, KNOWN)
     assert [group.next_call() for _ in range(2)] == [("prepare", BLOCKS)] * 2
     words = [record.getMessage() for record in caplog.records if "are lost" in record.getMessage()]
     assert words[0] == "the spare workers are lost (no memory); others in 0 s"
@@ -151,11 +157,11 @@ def test_given_a_spare_that_failed_when_the_group_dies_before_the_next_one_is_du
     workers: Workers, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers.group.fault = RuntimeError("no memory")
-    workers.thread.prepare(BLOCKS)
+    workers.thread.prepare(BLOCKS, KNOWN)
     assert [workers.group.next_call() for _ in range(2)] == [("prepare", BLOCKS)] * 2  # the third is due in a second
     workers.group.fault, workers.group.is_whole = None, False
     assert workers.lost.wait(PATIENCE)
-    workers.thread.replace(2, 0.0)
+    workers.thread.replace(2, 0.0, KNOWN)
     assert [workers.group.next_call() for _ in range(2)] == [("end",), ("start", 2)]
     for _ in range(8):  # two seconds
         assert workers.group.tended.acquire(timeout=PATIENCE)
@@ -165,7 +171,7 @@ def test_given_a_spare_that_failed_when_the_group_dies_before_the_next_one_is_du
 def test_given_a_spare_that_loads_when_the_server_stops_then_the_group_is_stopped_and_nothing_else_is_done(
     workers: Workers,
 ) -> None:
-    workers.thread.prepare(BLOCKS)
+    workers.thread.prepare(BLOCKS, KNOWN)
     assert workers.group.next_call() == ("prepare", BLOCKS)
     assert workers.thread.stop(PATIENCE)
     assert [workers.group.next_call() for _ in range(2)] == [("end",), ("stop",)]
@@ -179,7 +185,7 @@ def test_given_a_spare_that_loads_when_it_stands_by_or_is_lost_then_nobody_waits
     group, thread = workers.group, workers.thread
     group.loads = True
     assert not thread.prepares_spare
-    thread.prepare(BLOCKS)
+    thread.prepare(BLOCKS, KNOWN)
     assert group.next_call() == ("prepare", BLOCKS)
     for _ in range(2):
         assert group.tended.acquire(timeout=PATIENCE)

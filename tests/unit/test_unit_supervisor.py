@@ -48,12 +48,14 @@ class FakeServer:
         assert line, f"it ended: {self.finish()}"
         return line
 
-    def wait_error(self, words: str) -> None:
-        """Read standard error up to a line with these words."""
+    def wait_error(self, words: str) -> list[str]:
+        """Read standard error up to a line with these words: the lines."""
         assert self.process.stderr is not None
+        lines = []
         for line in self.process.stderr:
+            lines.append(line)
             if words in line:
-                return
+                return lines
         raise AssertionError(f"it ended without saying {words!r}")
 
     def log(self) -> list[str]:
@@ -166,6 +168,25 @@ def test_given_a_server_when_all_are_ready_and_again_after_a_death_then_spare_wo
     lines = [line for line in server.log() if line.startswith(("prepare", "workers of"))]
     # A spare group has what the rank with the fewest blocks has.
     assert lines == ["workers of epoch 1", "prepare 7", "workers of epoch 2", "prepare 7"]
+
+
+@pytest.mark.parametrize(
+    ("fingerprints", "epochs", "is_reported"),
+    [("aa", 2, False), ("aba", 3, False), ("abb", 3, True), ("abcc", 4, True)],
+)
+def test_given_a_group_that_computes_otherwise_when_it_is_to_take_over_then_two_must_agree(
+    start: Start, fingerprints: str, epochs: int, is_reported: bool
+) -> None:
+    server = start("--spare-workers", "1", worker="die-once", prints=fingerprints)
+    assert "is ready" in server.wait_ready()
+    errors = "".join(server.wait_error("serving again"))
+    server.process.send_signal(signal.SIGTERM)
+    assert server.finish()[0] == 0
+    starts = [line for line in server.log() if line.startswith("workers of")]
+    assert starts == [f"workers of epoch {epoch + 1}" for epoch in range(epochs)]
+    assert ("it is strange" in errors) == (epochs > 2)
+    words = f"the workers compute otherwise than before ({fingerprints[-1]}, not a), as others did that were refused"
+    assert (words in errors) == is_reported
 
 
 def test_given_a_spare_group_that_is_lost_when_another_one_is_prepared_then_the_server_does_not_notice(

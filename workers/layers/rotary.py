@@ -12,9 +12,9 @@ def rotary_table(spec: RotarySpec, max_position: int, dtype: torch.dtype, device
     """Cosines and sines [max_position, 2, rotary_dim // 2] float32 of every position."""
     frequencies = torch.tensor(spec.inverse_frequencies, dtype=torch.float32)
     angles = torch.arange(max_position, dtype=torch.float32).unsqueeze(1) * frequencies
-    # On several threads the first cosines of a process have other last bits now and then (of 400 processes that were
-    # forked from one with torch, one): MKL chooses its code in the first call, and does not keep other threads out.
-    # This table is made once, and then every number of these ranks is another one than before a crash.
+    # In a process's first call on several threads one of them may get MKL's fast cosines, off by up to 1.5e-4: MKL
+    # chooses its code then, and does not keep the others out (of 13,000 processes four). A rank would compute other
+    # numbers than the one before it, as long as it lives.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
