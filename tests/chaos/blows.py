@@ -14,6 +14,7 @@ from tests.chaos.streams import Answer, Streams
 from tests.servers import RunningServer
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+STRANGE = "compute otherwise"  # in what the server writes when a new group does not compute what the last one did
 Disturb = Callable[[RunningServer, Streams], object]
 
 

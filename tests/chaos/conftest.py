@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.blows import Undisturbed
+from tests.chaos.blows import STRANGE, Undisturbed
 from tests.chaos.streams import run
 from tests.servers import RunningServer
 
@@ -19,6 +19,7 @@ def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     try:
         yield Undisturbed(server, run(server, lambda streams: None))
         server.stop()
+        assert STRANGE not in server.errors, "a group was refused that computes otherwise"
     finally:
         if server.process.poll() is None:
             server.kill()
