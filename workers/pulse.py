@@ -17,12 +17,13 @@ PULSE_INTERVAL = 0.25  # seconds
 
 
 class Pulse:
-    """Reads `is_busy`, `num_blocks` and `progress`, which the rank's main thread writes; has a socket of its own."""
+    """Tells what the rank's main thread writes into the public fields; has a socket of its own."""
 
     def __init__(self, context: zmq.Context[Any], supervisor: Endpoint | None, rank: int, epoch: int) -> None:
         """supervisor: None = nobody listens, and no thread is needed."""
         self.is_busy = True  # it loads
         self.num_blocks = 0  # until it is ready
+        self.fingerprint = ""
         self.progress: Callable[[], int] = int
         self._context = context
         self._supervisor = supervisor
@@ -47,6 +48,6 @@ class Pulse:
         socket = connect_push(self._context, self._supervisor)
         socket.set(zmq.LINGER, 0)
         while not self._is_over.wait(PULSE_INTERVAL):
-            pulse = RankPulse(self._rank, self._epoch, self.is_busy, self.progress(), self.num_blocks)
+            pulse = RankPulse(self._rank, self._epoch, self.is_busy, self.progress(), self.num_blocks, self.fingerprint)
             socket.send(SUPERVISOR_SCHEMA.encode(pulse))
         socket.close()

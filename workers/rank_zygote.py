@@ -91,11 +91,13 @@ def be_rank(connection: socket.socket) -> None:
 
 def _stand_by(launch: RankLaunch, talk: TextIO) -> tuple[RankLaunch, Worker]:
     """Do all that a rank does before its first word, then answer each order, until one says to serve."""
+    from workers.fingerprint import check_fingerprint
     from workers.worker import Worker
 
     _set_title(launch, " spare")
     with ThreadPoolExecutor(1, initializer=_yield_to_others) as pool:
         worker = pool.submit(Worker.build, launch.config, launch.place, _no_progress).result()
+    check_fingerprint(worker.fingerprint, launch.place.known)
     epoch = None
     while epoch is None:
         _say(talk, HERE)

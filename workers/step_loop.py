@@ -61,7 +61,7 @@ def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
             loop = StepLoop(worker, place, socket, pulse)
             ready = ChildReady(ROLE_WORKER, place.rank, place.epoch, worker.info.num_blocks, worker.fingerprint)
             reports.send(ready)
-            pulse.num_blocks = worker.info.num_blocks
+            pulse.fingerprint, pulse.num_blocks = worker.fingerprint, worker.info.num_blocks
             worker.take_cache_memory(launch.config)
             loop.run()
             worker.tp.close()

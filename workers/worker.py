@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -23,10 +23,11 @@ from novainfer.config import (
 )
 from novainfer.errors import ConfigError
 from novainfer.executor.base import ExecutorInfo
+from novainfer.mode import Mode
 from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.checkpoint import find_checkpoint
-from workers.fingerprint import fingerprint
+from workers.fingerprint import checksum_of, fingerprint
 from workers.kv_cache import CacheSize, KVCache, block_bytes, cpu_budget, fit_cache, gpu_budget, resolve_max_model_len
 from workers.launch import RankPlace
 from workers.mode import find_mode
@@ -45,7 +46,9 @@ STAGE_WEIGHTS = "weights"
 STAGE_KV_CACHE = "kv cache"
 STAGE_WARM_UP = "warm-up"
 _WARM_UP_TOKENS = 32
-_WARM_UP_STRIDE = 7919  # from one token's id to the next one's: they lie far apart
+_WARM_UP_PARAMS = SamplingParams(seed=0, top_p=0.9, logprobs=0)
+_FINGERPRINT_PARAMS = replace(_WARM_UP_PARAMS, logprobs=8)
+_FINGERPRINT_STRIDE = 7919  # from one token's id to the next one's: they lie far apart
 _SAMPLING_COPIES = 4  # of the largest step's float32 logits, live at once: raw, processed, log-probabilities, noise
 
 
@@ -79,7 +82,7 @@ class Worker:
     tp: TensorParallel
     max_launched: int  # steps worth launching before the first is finished: 2 where the device works on its own
     cache: KVCache | None  # None: it computes nothing
-    fingerprint: str = ""  # of the group, on rank 0
+    fingerprint: str = ""  # of a group in an exact mode, on rank 0
 
     @classmethod
     def build(cls, config: ServeConfig, place: RankPlace, progress: Progress) -> Worker:
@@ -103,6 +106,8 @@ class Worker:
             device=device,
             progress=lambda done, total: progress(STAGE_WEIGHTS, done, total),
         )
+        mode = find_mode(config, kernels, model, tp, device)
+        checksum = checksum_of(model) if mode.is_exact else 0
         progress(STAGE_KV_CACHE, 0, 1)
         size = _size_cache(config, model, kernels, tp, device)
         cache = KVCache.allocate(model, kernels, size.num_blocks, config.cache, device)
@@ -110,10 +115,8 @@ class Worker:
         runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache)
         progress(STAGE_WARM_UP, 0, 1)
         num_tokens = min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 2)
-        results = _run_dummy(runner, num_tokens, SamplingParams(seed=0, top_p=0.9, logprobs=0, prompt_logprobs=0))
-        if any(result.bad_rows for result in results):
+        if any(result.bad_rows for result in _run_dummy(runner, [0] * num_tokens, _WARM_UP_PARAMS)):
             raise ConfigError(_why_not_finite(config.model))
-        mode = find_mode(config, kernels, model, tp, device)
         info = ExecutorInfo(
             epoch=place.epoch,
             num_blocks=size.num_blocks,
@@ -125,7 +128,7 @@ class Worker:
             can_draft=device.type == "cpu",
             mode=str(mode),
         )
-        own = fingerprint(mode, tp, model.tables, results)
+        own = _fingerprint_of(runner, mode, tp, checksum, num_tokens) if mode.is_exact else ""
         return cls(runner, info, tp, 1 if device.type == "cpu" else 2, cache, own)
 
     def take_cache_memory(self, config: ServeConfig) -> None:
@@ -207,7 +210,7 @@ def _size_cache(
     cache = KVCache.allocate(model, kernels, probe.num_blocks, config.cache, device)
     torch.cuda.reset_peak_memory_stats(device)
     states = RequestStates(_limits(config, model, probe, step), device)
-    _run_dummy(ModelRunner(model, kernels, tp, states, cache), num_tokens, SamplingParams(seed=0, top_p=0.9))
+    _run_dummy(ModelRunner(model, kernels, tp, states, cache), [0] * num_tokens, _WARM_UP_PARAMS)
     torch.cuda.synchronize(device)
     del cache
     sampling_bytes = _SAMPLING_COPIES * 4 * config.scheduler.max_num_seqs * model.spec.vocab_size
@@ -221,21 +224,21 @@ def _why_not_finite(config: ModelConfig) -> str:
     return f"the model's first logits are not finite: tensor '{name}' of the checkpoint holds NaN or infinity"
 
 
-def _run_dummy(runner: ModelRunner, num_tokens: int, params: SamplingParams) -> list[StepResult]:
-    """Prefill num_tokens and decode once, then leave the rows as they were; rank 0 alone has results.
+def _run_dummy(runner: ModelRunner, token_ids: list[int], params: SamplingParams) -> list[StepResult]:
+    """Prefill these tokens and decode once, then leave the rows as they were; rank 0 alone has results.
 
     Pays for lazy initialisation and compilation before the first request does. What it leaves in the KV blocks is never
     read: a slot is written before it belongs to a context.
     """
+    num_tokens, block_size = len(token_ids), runner.states.limits.block_size
     if num_tokens < 1:
         return []
-    limits = runner.states.limits
     new = NewRow(
         row=0,
-        token_ids=[i * _WARM_UP_STRIDE % limits.vocab_size for i in range(num_tokens)],
+        token_ids=token_ids,
         prompt_len=num_tokens,
         num_computed_tokens=0,
-        block_ids=list(range(-(-(num_tokens + 1) // limits.block_size))),
+        block_ids=list(range(-(-(num_tokens + 1) // block_size))),
         params=params,
         choice=0,
     )
@@ -245,3 +248,10 @@ def _run_dummy(runner: ModelRunner, num_tokens: int, params: SamplingParams) -> 
         runner.execute(StepPlan(epoch=0, step=2, rows=[], num_new_tokens=[], freed_rows=[0])),
     ]
     return [result for result in results if result is not None]
+
+
+def _fingerprint_of(runner: ModelRunner, mode: Mode, tp: TensorParallel, checksum: int, num_tokens: int) -> str:
+    """After the warm-up: what a process computes first may be its own (see `rotary_table`)."""
+    vocab_size = runner.states.limits.vocab_size
+    token_ids = [i * _FINGERPRINT_STRIDE % vocab_size for i in range(num_tokens)]
+    return fingerprint(mode, tp, checksum, _run_dummy(runner, token_ids, _FINGERPRINT_PARAMS))

@@ -63,6 +63,7 @@ class ChildState:
     moved_at: float = 0.0  # when it was idle, or `progress` another one
     worked_at: float = 0.0  # when it was not idle, or `progress` another one; a scheduler that waits for ranks is idle
     num_blocks: int = 0  # of a rank that is ready: its KV blocks
+    fingerprint: str = ""  # of rank 0 when it is ready: its group's
 
     @property
     def name(self) -> str:
@@ -110,7 +111,7 @@ class ChildTable:
         child = self.find(message.role, message.index, message.epoch)
         if child is not None:
             child.phase = max(child.phase, Phase.READY)
-            child.num_blocks = message.num_blocks
+            child.num_blocks, child.fingerprint = message.num_blocks, message.fingerprint
 
     def num_blocks(self) -> int:
         """Of the rank with the fewest: a spare group has as many, whatever the memory says by then."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from novainfer.protocol.supervision import ChildFault, ChildReady
-
 logger = logging.getLogger(__name__)
+
+
+_FREE_REFUSALS = 3  # in a row that do not count as deaths: groups of which no two agree are a machine that is ill
 
 
 class Fingerprints:
@@ -19,21 +20,28 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._known: list[str] = []
+        self._was_refused = False
 
     def known(self) -> Sequence[str]:
         """Those that the next group may have; none: any."""
         return tuple(self._known)
 
-    def ready(self, report: ChildReady) -> None:
-        """A child is about to serve."""
-        if not report.fingerprint:
+    def serves(self, fingerprint: str) -> None:
+        """Everything is ready, with a group of this fingerprint; empty: it has none."""
+        if not fingerprint:
             return
-        if self._known and report.fingerprint != self._known[0]:
+        if self._known and fingerprint != self._known[0]:
             words = "the workers compute otherwise than before (%s, not %s), as others did that were refused"
-            logger.error(words + ": tokens may differ", report.fingerprint, self._known[0])
-        self._known = [report.fingerprint]
+            logger.error(words + ": tokens may differ", fingerprint, self._known[0])
+        self._known = [fingerprint]
 
-    def refused(self, report: ChildFault) -> None:
-        """A child ended, perhaps since its group's fingerprint was none of those that are known."""
-        if report.fingerprint:
-            self._known.append(report.fingerprint)
+    def refused(self, fingerprint: str) -> None:
+        """A group has ended since its fingerprint was none of those that are known; empty: of something else."""
+        if fingerprint:
+            self._known.append(fingerprint)
+            self._was_refused = len(self._known) <= 1 + _FREE_REFUSALS
+
+    def was_refused(self) -> bool:
+        """Whether what has just ended was refused, and not too often: asked once of each end."""
+        was_refused, self._was_refused = self._was_refused, False
+        return was_refused

@@ -18,9 +18,9 @@ class Replacements:
         self._due: dict[tuple[str, int], float] = {}
         self.ready_by = now + config.start_timeout
 
-    def engine_died(self, now: float) -> float | None:
+    def engine_died(self, now: float, *, counts: bool = True) -> float | None:
         """A worker group or scheduler: seconds until the next may start, None if there have been too many."""
-        return self._begin(self._engine, now)
+        return self._begin(self._engine, now, counts=counts)
 
     def gateway_died(self, now: float) -> float | None:
         """The same for a gateway."""
@@ -53,8 +53,8 @@ class Replacements:
             del self._due[key]
         return due
 
-    def _begin(self, restarts: Restarts, now: float) -> float | None:
-        delay = restarts.delay(now)
+    def _begin(self, restarts: Restarts, now: float, *, counts: bool = True) -> float | None:
+        delay = restarts.delay(now) if counts else 0.0
         if delay is not None:
             self._began = now if self._began is None else self._began
             self.ready_by = now + delay + self._start_timeout

@@ -174,6 +174,7 @@ class Supervisor:
     def _prepare(self) -> None:
         """Get ready for the next death."""
         self._standbys.prepare()
+        self._fingerprints.serves(self.table.of(ROLE_WORKER)[0].fingerprint)
         self._workers.prepare(self.table.num_blocks(), self._fingerprints.known())
 
     # -- one turn of the loop -----------------------------------------------------------------------------------
@@ -240,18 +241,17 @@ class Supervisor:
                     self._wakeups.watch(process_file)
         else:
             self.table.ready(report)
-            self._fingerprints.ready(report)
             if child.role != ROLE_GATEWAY:
                 heard(child, time.monotonic())
         logger.debug("%s is %s (%.2f s)", child.name, child.phase.name, self._progress.seconds())
 
     def _note_fault(self, report: ChildFault) -> None:
         child = self.table.children[report.role, report.index]
+        self._fingerprints.refused(report.fingerprint)
         if report.role == ROLE_WORKER and report.epoch != child.epoch:
             return
         child.fault, child.peer_lost = report.message, report.peer_lost
         if report.role == ROLE_WORKER:  # it has no exit status that we could wait for
-            self._fingerprints.refused(report)
             self._lose_workers(f"{report.role} {report.index}: {report.message}")
 
     def _note_exit(self, child: ChildState) -> None:
@@ -338,7 +338,7 @@ class Supervisor:
     def _begin_recovery(self, words: str) -> float | None:
         """Raise the epoch; seconds until the replacement may start, None if that was once too often."""
         logger.error("%s", words)
-        delay = self._replacements.engine_died(time.monotonic())
+        delay = self._replacements.engine_died(time.monotonic(), counts=not self._fingerprints.was_refused())
         if delay is None:
             self._fail(f"given up: nothing worked between one death and the next, again and again ({words})")
             return None

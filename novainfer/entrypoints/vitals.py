@@ -19,7 +19,7 @@ def heard(child: ChildState, now: float) -> None:
 def felt(rank: ChildState, pulse: RankPulse, now: float) -> None:
     """A rank lives, and may have got on."""
     if pulse.num_blocks and rank.phase < Phase.READY:  # what it said of it was lost
-        rank.phase, rank.num_blocks = Phase.READY, pulse.num_blocks
+        rank.phase, rank.num_blocks, rank.fingerprint = Phase.READY, pulse.num_blocks, pulse.fingerprint
         heard(rank, now)
     rank.heard_at = now
     if not pulse.is_busy or pulse.progress != rank.progress:

@@ -74,7 +74,7 @@ class ChildFault:
 class RankPulse:
     """A rank lives, several times a second. `progress` grows with every layer; it may stand still unless `is_busy`.
 
-    num_blocks: above 0 once it has said `ChildReady`, which may have been lost.
+    num_blocks: above 0 once it has said `ChildReady`, which may have been lost.   fingerprint: as there.
     """
 
     rank: int
@@ -82,6 +82,7 @@ class RankPulse:
     is_busy: bool
     progress: int
     num_blocks: int = 0
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

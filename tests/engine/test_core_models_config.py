@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,17 +117,19 @@ def test_rotary_table_given_several_threads_when_built_then_one_makes_it_and_all
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
-    before, cosine = torch.get_num_threads(), torch.Tensor.cos
+    before = torch.get_num_threads()
+    for name in ("cos", "sin"):
+        function = getattr(torch.Tensor, name)
 
-    def watched(angles: torch.Tensor) -> torch.Tensor:
-        seen.append(torch.get_num_threads())
-        return cosine(angles)
+        def watched(angles: torch.Tensor, function: Callable[..., torch.Tensor] = function) -> torch.Tensor:
+            seen.append(torch.get_num_threads())
+            return function(angles)
 
-    monkeypatch.setattr(torch.Tensor, "cos", watched)
+        monkeypatch.setattr(torch.Tensor, name, watched)
     torch.set_num_threads(3)
     try:
         rotary_table(RotarySpec(inverse_frequencies=(1.0, 0.1)), 50, torch.float32, torch.device("cpu"))
-        assert (seen, torch.get_num_threads()) == ([1], 3)
+        assert (seen, torch.get_num_threads()) == ([1, 1], 3)
     finally:
         torch.set_num_threads(before)
 

@@ -101,6 +101,18 @@ def test_two_ranks_when_run_on_ray_then_tokens_equal_one_rank_and_all_ends_with_
     assert list(Path(temp_dir).glob("novainfer-*")) == []
 
 
+def test_given_fingerprints_when_ranks_have_others_then_they_end_before_they_serve_and_spare_ones_before_they_stand_by(
+    temp_dir: str,
+) -> None:
+    command = [sys.executable, "-m", "tests.engine.ray_strangers", temp_dir]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=4 * WAIT)
+    first, spare, last = done.stdout.splitlines()
+    assert first.startswith("rank 0 has ended: StrangeRankError: these ranks compute otherwise than those before them")
+    assert spare.startswith("spare: ")
+    assert "StrangeRankError" in spare
+    assert last == "the one that serves lives: True"
+
+
 def test_supervisor_when_killed_then_nothing_of_ray_is_left(temp_dir: str) -> None:
     process, report = start("demo", 1, temp_dir)
     process.kill()

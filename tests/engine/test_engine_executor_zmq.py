@@ -272,7 +272,7 @@ def launch(run_dir: RunDir, model: str) -> RankLaunch:
         model=ModelConfig(model=model, max_model_len=64),
         cache=CacheConfig(num_blocks=16),
         scheduler=SchedulerConfig(max_num_seqs=2),
-        parallel=ParallelConfig(device="cpu", kernel_backend="reference", threads_per_worker=1),
+        parallel=ParallelConfig(device="cpu", threads_per_worker=1),
     )
     place = RankPlace(rank=0, world_size=1, epoch=1, meeting_point="")
     return RankLaunch(

@@ -46,7 +46,9 @@ def note(log: Path, *words: object) -> None:
 
 
 class FakeWorkers:
-    """A worker group that never computes; `die-once` kills the first one when it is to prepare a spare.
+    """A worker group that never computes.
+
+    `die-once` kills the first one when it is to prepare a spare, `die-twice` the next one too.
 
     Rank r has room for 8 - r blocks. `spare-fails`: no spare ever stands by. Groups have the `fingerprints` in turn.
     """
@@ -54,10 +56,12 @@ class FakeWorkers:
     def __init__(self, run_dir: RunDir, log: Path, behaviour: str, world_size: int, fingerprints: str) -> None:
         self._run_dir, self._log, self._behaviour, self._world_size = run_dir, log, behaviour, world_size
         self._has_spare = False
+        self._deaths_left = {"die-once": 1, "die-twice": 2}.get(behaviour, 0)
         self._fingerprints = fingerprints
 
     def start(self, epoch: int, known: Sequence[str]) -> None:
         note(self._log, "workers of epoch", epoch)
+        note(self._log, "known", "".join(known))
         fingerprint = self._fingerprints[min(epoch, len(self._fingerprints)) - 1]
         self._is_alive = True
         if self._behaviour == "no-start":
@@ -82,9 +86,10 @@ class FakeWorkers:
 
     def prepare(self, num_blocks: int, known: Sequence[str]) -> None:
         note(self._log, "prepare", num_blocks)
+        note(self._log, "known", "".join(known))
         self._has_spare = True
-        if self._behaviour == "die-once":
-            self._behaviour, self._is_alive = "normal", False
+        if self._deaths_left > 0:
+            self._deaths_left, self._is_alive = self._deaths_left - 1, False
 
     def tend(self) -> bool:
         if self._has_spare and self._behaviour == "spare-fails":
@@ -110,6 +115,7 @@ def run_server(options: argparse.Namespace) -> int:
             num_gateways=2,
             run_dir=options.run_dir,
             start_timeout=options.start_timeout,
+            max_restarts=options.max_restarts,
             hang_timeout=600.0,  # nobody here sends a pulse
             stall_timeout=600.0,
         ),
@@ -182,5 +188,6 @@ if __name__ == "__main__":
     parser.add_argument("--behave", default="{}")
     parser.add_argument("--spare-workers", type=int, default=0)
     parser.add_argument("--start-timeout", type=float, default=600.0)
+    parser.add_argument("--max-restarts", type=int, default=ServerConfig().max_restarts)
     parsed = parser.parse_args()
     sys.exit(run_server(parsed) if parsed.what == "server" else run_child(parsed))

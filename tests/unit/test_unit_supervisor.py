@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -171,22 +172,45 @@ def test_given_a_server_when_all_are_ready_and_again_after_a_death_then_spare_wo
 
 
 @pytest.mark.parametrize(
-    ("fingerprints", "epochs", "is_reported"),
-    [("aa", 2, False), ("aba", 3, False), ("abb", 3, True), ("abcc", 4, True)],
+    ("fingerprints", "worker", "known"),
+    [
+        ("aa", "die-once", ["", "a", "a", "a"]),
+        ("aba", "die-once", ["", "a", "a", "ab", "a"]),
+        ("abb", "die-once", ["", "a", "a", "ab", "b"]),
+        ("abcc", "die-once", ["", "a", "a", "ab", "abc", "c"]),
+        ("abbaa", "die-twice", ["", "a", "a", "ab", "b", "b", "ba", "a"]),
+    ],
 )
 def test_given_a_group_that_computes_otherwise_when_it_is_to_take_over_then_two_must_agree(
-    start: Start, fingerprints: str, epochs: int, is_reported: bool
+    start: Start, fingerprints: str, worker: str, known: list[str]
 ) -> None:
-    server = start("--spare-workers", "1", worker="die-once", prints=fingerprints)
+    deaths = 2 if worker == "die-twice" else 1  # refusals do not count
+    server = start("--spare-workers", "1", "--max-restarts", str(deaths), worker=worker, prints=fingerprints)
     assert "is ready" in server.wait_ready()
-    errors = "".join(server.wait_error("serving again"))
+    errors = "".join(line for _ in range(deaths) for line in server.wait_error("serving again"))
+    # At each start, and when each group that serves is to have a spare one.
+    seen: list[str] = []
+    while len(seen) < len(known):
+        assert server.process.poll() is None, server.log()
+        seen = [line.removeprefix("known ") for line in server.log() if line.startswith("known")]
+    assert seen == known
     server.process.send_signal(signal.SIGTERM)
+    assert server.process.stderr is not None
+    errors += server.process.stderr.read()  # what `wait_error` has buffered, too
     assert server.finish()[0] == 0
+    changes = ["".join(two) for two in re.findall(r"compute otherwise than before \((.), not (.)\)", errors)]
+    assert changes == {"abb": ["ba"], "abcc": ["ca"], "abbaa": ["ba", "ab"]}.get(fingerprints, [])
+    assert ("it is strange" in errors) == (len(fingerprints) > 2)
+
+
+def test_given_groups_of_which_no_two_agree_when_they_go_on_coming_then_the_server_gives_up(start: Start) -> None:
+    server = start("--spare-workers", "1", "--max-restarts", "2", worker="die-once", prints="abcdefgh")
+    assert "is ready" in server.wait_ready()
+    status, errors = server.finish()
+    assert status == 1
     starts = [line for line in server.log() if line.startswith("workers of")]
-    assert starts == [f"workers of epoch {epoch + 1}" for epoch in range(epochs)]
-    assert ("it is strange" in errors) == (epochs > 2)
-    words = f"the workers compute otherwise than before ({fingerprints[-1]}, not a), as others did that were refused"
-    assert (words in errors) == is_reported
+    assert len(starts) == 6  # three refusals of five do not count, and one restart was left
+    assert "given up: nothing worked between one death and the next" in errors
 
 
 def test_given_a_spare_group_that_is_lost_when_another_one_is_prepared_then_the_server_does_not_notice(

@@ -35,11 +35,6 @@ class CausalLM(Protocol):
         ...
 
     @property
-    def tables(self) -> list[Tensor]:
-        """What was computed when it was built, for all steps: float32."""
-        ...
-
-    @property
     def num_local_kv_heads(self) -> int:
         """Key/value heads whose cache this rank holds."""
         ...

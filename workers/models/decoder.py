@@ -28,9 +28,7 @@ class Decoder:
         self.num_local_kv_heads = HeadShard.of(spec, build.tp).num_kv_heads
         embedding_rows = load_vocab_rows(build, f"{spec.prefix}embed_tokens", spec.vocab_size, spec.hidden_size)
         self._embedding = VocabEmbedding(embedding_rows, build.tp, spec.embedding_multiplier)
-        kinds = dict.fromkeys(spec.rotaries)  # in the order of the layers
-        tables = {rotary: rotary_table(rotary, max_position, spec.dtype, build.device) for rotary in kinds}
-        self.tables = list(tables.values())
+        tables = {rotary: rotary_table(rotary, max_position, spec.dtype, build.device) for rotary in set(spec.rotaries)}
         self._layers = [
             DecoderLayer(build, spec, layer, tables[spec.rotaries[layer]]) for layer in range(spec.num_layers)
         ]

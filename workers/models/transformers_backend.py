@@ -136,7 +136,6 @@ class TransformersModel:
     def __init__(self, model: Any, spec: ModelSpec, kernels: KernelBackend) -> None:
         self.spec = spec
         self.progress = 0  # see `CausalLM`
-        self.tables: list[Tensor] = []  # it computes them in every step
         self.num_local_kv_heads = spec.num_kv_heads
         self._decoder = model.get_decoder()
         self._head = _with_replaced(model, _path_of(model, self._decoder), HiddenInput())
