@@ -50,7 +50,11 @@ class Verdicts:
                 self._num_blows += 1
                 self._weight += 2 if fault.target == "rank wire" and fault.kind in ("drop", "reset") else 1
             self._weight += 2 * (fault.kind == "poison")
-        self._num_breaks = sum(fault.target == "scheduler" for fault in faults)
+        # A scheduler that cannot hear an order works on in the old epoch, and counts as hanging; so may its successors.
+        hang_timeout = cluster.scenario.config.server.hang_timeout
+        num_deaf = sum(int(fault.duration / hang_timeout) for fault in faults if fault.target == "orders wire")
+        self._num_blows += num_deaf
+        self._num_breaks = num_deaf + sum(fault.target == "scheduler" for fault in faults)
         self._num_poisons = sum(fault.kind == "poison" for fault in faults)
 
     @property
