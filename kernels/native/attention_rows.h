@@ -25,6 +25,7 @@ namespace {
 
 constexpr long kChunk = 64, kChunkPanels = kChunk / kLanes;
 constexpr long kSegment = 512;
+constexpr float kTopSlack = 8.0f;                   // a score may lie so far above what scores are counted from: few need to shrink a sum
 constexpr int kTileQueries = kWidth == 16 ? 8 : 4;  // rows that share a pass over the keys
 
 // Rows of one sequence and one key/value head that one call of a thread computes.
@@ -204,7 +205,7 @@ struct TaskRows {
         }
     }
 
-    // Takes one row's scores of lanes [low, high) into its state, and leaves exp(score - max), times the values' scales, in probs.
+    // Takes one row's scores of lanes [low, high) into its state, and leaves exp(score - top), times the values' scales, in probs.
     void softmax_row(const Chunk<Stored>& chunk, float* scores, long low, long high, long row, Totals& part, X* probs) {
         const long first = low / kLanes, stop = ceil_div(high, kLanes);
         Vec top = splat(-kInfinity);
@@ -215,11 +216,11 @@ struct TaskRows {
             store(scores + p * kLanes, s);
             top = max(top, s);
         }
-        const float new_max = raise_max(max_lanes(top), row, part);
+        const float zero_at = raise_top(max_lanes(top), row, part);
         Vec sum = sums[row];
         for (long p = first; p < stop; p++) {
             const long begin = low - p * kLanes, end = high - p * kLanes;
-            const Vec e = keep_lanes(exp(load(scores + p * kLanes) - splat(new_max)), begin, end, 0.0f);
+            const Vec e = keep_lanes(exp(load(scores + p * kLanes) - splat(zero_at)), begin, end, 0.0f);
             sum = sum + e;
             store_probs(probs + p * kLanes, Cache::kHeader ? keep_lanes(Cache::scaled(e, chunk.value[p]), begin, end, 0.0f) : e);
         }
@@ -236,12 +237,12 @@ struct TaskRows {
             UNROLL for (int p = 1; p < kChunkPanels; p++) top = max(top, load(scores[r] + p * kLanes));
             tops[r] = max_lanes(max(splat(-kInfinity), top));
         }
-        for (int r = 0; r < R; r++) tops[r] = raise_max(tops[r], row + r, part);
+        for (int r = 0; r < R; r++) tops[r] = raise_top(tops[r], row + r, part);
         for (int r = 0; r < R; r++) {
-            const Vec new_max = splat(tops[r]);
+            const Vec zero_at = splat(tops[r]);
             Vec sum = sums[row + r];
             UNROLL for (int p = 0; p < kChunkPanels; p++) {
-                const Vec e = exp_below_88(load(scores[r] + p * kLanes) - new_max);
+                const Vec e = exp_below_88(load(scores[r] + p * kLanes) - zero_at);
                 store_probs(&probs[r][p * kLanes], Cache::scaled(e, chunk.value[p]));
                 sum = sum + e;
             }
@@ -249,17 +250,19 @@ struct TaskRows {
         }
     }
 
-    // The row's maximum when it has met a score; if that is higher, what the row has summed up so far shrinks.
-    INLINE float raise_max(float score, long row, Totals& part) {
-        const float old_max = part.max[row];
-        const float new_max = score <= old_max ? old_max : score;  // NaN passes through
-        if (new_max != old_max) {
-            const Vec shrink = exp(splat(old_max - new_max));
-            sums[row] = sums[row] * shrink;
-            for (long d = 0; d < args.padded_dim; d += kLanes) store(&part.acc[row][d], load(&part.acc[row][d]) * shrink);
-            part.max[row] = new_max;
-        }
-        return new_max;
+    // What the row's scores are counted from, when it has met `score`. If that is much higher, what the row has summed up so far
+    // shrinks. NaN passes through.
+    INLINE float raise_top(float score, long row, Totals& part) {
+        const float old_top = part.top[row];
+        if (__builtin_expect(score <= old_top + kTopSlack, true)) return old_top;
+        part.top[row] = score;
+        if (old_top != -kInfinity) shrink(exp(splat(old_top - score)), row, part);
+        return score;
+    }
+
+    NOINLINE void shrink(const Vec& factor, long row, Totals& part) {
+        sums[row] = sums[row] * factor;
+        for (long d = 0; d < args.padded_dim; d += kLanes) store(&part.acc[row][d], load(&part.acc[row][d]) * factor);
     }
 
     // bf16 models take their probabilities in bf16, as the bf16 products need them; on every instruction set, so that all agree.

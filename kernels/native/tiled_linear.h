@@ -17,7 +17,7 @@ INLINE bool tiled_linear(const LinearArguments&, const T*, long, void*, long, lo
 constexpr long kPairRows = 2 * kTileSide;  // rows of a full block: two tiles
 constexpr long kBlockDepth = 256;          // of a block's rows and panels, which then fit the first cache
 constexpr long kPassedBytes = 1L << 20;    // of a layer's weights, which then wash its results out of the second cache
-constexpr long kPassNumbers = 1L << 19;    // of rows that pass by a panel, so that they stay in the second cache
+constexpr long kPassNumbers = 3L << 18;    // of rows that pass by a panel, so that they stay in the second cache
 
 // Rows as tiles: bytes from one row to the next, from one run of K to the next, from one 16 rows to the next.
 struct TileRows {
@@ -200,7 +200,8 @@ INLINE bool may_pass_by(const LinearArguments& args, const void* y) {
 INLINE bool tiled_linear(const LinearArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
     static thread_local Scratch scratch;
     if (args.k == 0 || args.k % kRunDepth != 0) return false;
-    const long pass = clamp(kPassNumbers / args.k / kPairRows * kPairRows, 2 * kPairRows, 2 * kTileRows);
+    const long most = clamp(kPassNumbers / args.k / kPairRows * kPairRows, 2 * kPairRows, 2 * kTileRows);
+    const long pass = larger(kPairRows, round_up(ceil_div(m, larger(1, ceil_div(m, most))), kPairRows));
     for (long first = 0; first < m; first += pass) {
         const long count = smaller(pass, m - first);
         TileRows rows = {(const char*)(x + first * x_stride), x_stride * 2, kRowBytes, kTileSide * x_stride * 2};

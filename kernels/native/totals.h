@@ -1,4 +1,4 @@
-// What a row of attention has seen of its context so far: the running maximum, sum and values of its softmax.
+// What a row of attention has seen of its context so far: the running top, sum and values of its softmax.
 #pragma once
 
 #include "kv_cache.h"
@@ -9,12 +9,12 @@ constexpr long kTaskRows = 32;  // that one call of a thread computes
 
 // Softmax state of up to kTaskRows rows over a part of their context.
 struct Totals {
-    float max[kTaskRows], sum[kTaskRows];
+    float top[kTaskRows], sum[kTaskRows];  // top: about the highest score, from which all are counted
     alignas(64) float acc[kTaskRows][kMaxDim + kLanes];  // rows that lay 1 KiB apart would crowd the same lines of the cache
 
     void clear(long rows, long dim) {
         for (long r = 0; r < rows; r++) {
-            max[r] = -kInfinity;
+            top[r] = -kInfinity;
             sum[r] = 0.0f;
             memset(acc[r], 0, dim * sizeof(float));
         }
@@ -24,15 +24,15 @@ struct Totals {
 // Sums the parts of a context in the order in which it is called.
 void combine(Totals& total, const Totals& part, long rows, long dim) {
     for (long r = 0; r < rows; r++) {
-        if (part.max[r] == -kInfinity) continue;  // the row sees nothing of this part
-        const float top = total.max[r] > part.max[r] ? total.max[r] : part.max[r];
-        const bool first = total.max[r] == -kInfinity;
-        const Vec a = first ? zero() : exp(splat(total.max[r] - top)), b = first ? splat(1.0f) : exp(splat(part.max[r] - top));
+        if (part.top[r] == -kInfinity) continue;  // the row sees nothing of this part
+        const float top = total.top[r] > part.top[r] ? total.top[r] : part.top[r];
+        const bool first = total.top[r] == -kInfinity;
+        const Vec a = first ? zero() : exp(splat(total.top[r] - top)), b = first ? splat(1.0f) : exp(splat(part.top[r] - top));
         for (long d = 0; d < dim; d += kLanes) {
             store(&total.acc[r][d], fma(load(&total.acc[r][d]), a, load(&part.acc[r][d]) * b));
         }
         total.sum[r] = total.sum[r] * a.p[0][0] + part.sum[r] * b.p[0][0];
-        total.max[r] = first ? part.max[r] : top;
+        total.top[r] = first ? part.top[r] : top;
     }
 }
 

@@ -64,6 +64,24 @@ def test_poisoned_cache_when_prompt_is_cut_anyhow_then_near_float64_with_the_sam
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
+def test_scores_that_rise_a_little_and_much_when_attended_then_near_float64_with_the_same_bits(
+    isa: str, cache_dtype: torch.dtype | None
+) -> None:
+    heads, params = Heads(head_dim=32, group=2, num_kv_heads=1), AttentionParams(1.0)
+    context = PagedContext(CpuBackend(isa), heads, 512, torch.bfloat16, cache_dtype=cache_dtype)
+    rising = torch.tensor([-40.0, -33.0, -26.0, 12.0, 15.0, 14.0, 100.0, 106.0]).repeat_interleave(64)
+    context.query.mul_(0.1).add_(1.0)
+    context.key.mul_(0.1).add_(rising.bfloat16()[:, None, None] / 32)
+    context.backend.store_kv(context.key, context.value, *context.caches, context.slots(torch.arange(512)))
+    whole = context.attend(params)
+    assert relative_error(whole, context.expected(params)) < TOLERANCE[torch.bfloat16]
+    for length in (64, 65, 150, 193, 300, 384, 385, 449, 512):
+        assert same_bits(context.attend(params, length - 1, length)[0], whole[length - 1])
+        assert same_bits(context.attend(params, length // 2, length), whole[length // 2 : length])
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
 def test_context_of_several_segments_when_decoded_on_any_number_of_threads_then_prefill_bits(
     isa: str, cache_dtype: torch.dtype | None
 ) -> None:
