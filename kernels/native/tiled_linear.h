@@ -201,7 +201,7 @@ INLINE bool tiled_linear(const LinearArguments& args, const Bf16* x, long x_stri
     static thread_local Scratch scratch;
     if (args.k == 0 || args.k % kRunDepth != 0) return false;
     const long most = clamp(kPassNumbers / args.k / kPairRows * kPairRows, 2 * kPairRows, 2 * kTileRows);
-    const long pass = larger(kPairRows, round_up(ceil_div(m, larger(1, ceil_div(m, most))), kPairRows));
+    const long passes = larger(1, ceil_div(m, most)), pass = round_up(ceil_div(m, passes), kPairRows);  // all of about the same size
     for (long first = 0; first < m; first += pass) {
         const long count = smaller(pass, m - first);
         TileRows rows = {(const char*)(x + first * x_stride), x_stride * 2, kRowBytes, kTileSide * x_stride * 2};
