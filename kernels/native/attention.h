@@ -48,11 +48,11 @@ INLINE double work_of(const AttentionArguments& args, const AttentionTask& task)
     return 2.0 * task.rows * seen_by(args, task, task.rows - 1).end * args.head_dim;
 }
 
-// Clears rows without context.
+// Of up to task_rows rows each. Clears rows without context.
 template <class T>
-TaskList list_tasks(const AttentionArguments& args, Scratch& scratch) {
+TaskList list_tasks(const AttentionArguments& args, long task_rows, Scratch& scratch) {
     const long group = args.num_heads / args.num_kv_heads;
-    const long most = (args.num_tokens * ceil_div(group, kTaskRows) + args.num_seqs) * args.num_kv_heads;
+    const long most = (args.num_tokens * ceil_div(group, task_rows) + args.num_seqs) * args.num_kv_heads;
     AttentionTask* tasks = scratch.get<AttentionTask>(most);
     TaskList list{tasks, 0, 0.0, 0};
     for (long seq = 0; seq < args.num_seqs; seq++) {
@@ -63,8 +63,8 @@ TaskList list_tasks(const AttentionArguments& args, Scratch& scratch) {
         }
         list.longest = larger(list.longest, args.seq_lens[seq]);
         for (long head = 0; head < args.num_kv_heads; head++) {
-            for (long first = (rows - 1) / kTaskRows * kTaskRows; first >= 0 && rows > 0; first -= kTaskRows) {
-                const AttentionTask task = {(int32_t)seq, (int32_t)head, (int32_t)first, (int32_t)smaller(kTaskRows, rows - first)};
+            for (long first = (rows - 1) / task_rows * task_rows; first >= 0 && rows > 0; first -= task_rows) {
+                const AttentionTask task = {(int32_t)seq, (int32_t)head, (int32_t)first, (int32_t)smaller(task_rows, rows - first)};
                 list.work += work_of(args, task);
                 tasks[list.count++] = task;
             }
@@ -129,7 +129,7 @@ void attend_segments(const AttentionArguments& args, const TaskList& list, long 
 template <class Cache>
 void attend_all(const AttentionArguments& args, long threads) {
     static thread_local Scratch task_scratch, run_scratch;
-    const TaskList list = list_tasks<typename Cache::T>(args, task_scratch);
+    const TaskList list = list_tasks<typename Cache::T>(args, ChunkTiles<Cache>::task_rows(args), task_scratch);
     if (list.count < 2 * threads && list.longest > kSegment && threads > 1) return attend_segments<Cache>(args, list, threads);
     const long most = kRunsPerThread * threads;
     long* begins = run_scratch.get<long>(most + 2);

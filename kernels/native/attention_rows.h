@@ -138,13 +138,15 @@ struct TaskRows {
         }
     }
 
-    // All rows over one chunk.
+    // All rows that see some of a chunk over it.
     INLINE void attend_rows(const Chunk<Stored>& chunk, Totals& part) {
-        long row = 0;
-        for (; row + kTileQueries <= task.rows; row += kTileQueries) attend_chunk<kTileQueries>(chunk, row, part);
-        if (kTileQueries == 8 && row + 4 <= task.rows) attend_chunk<4>(chunk, row, part), row += 4;
-        if (row + 2 <= task.rows) attend_chunk<2>(chunk, row, part), row += 2;
-        if (row < task.rows) attend_chunk<1>(chunk, row, part);
+        long row = 0, stop = task.rows;
+        while (row < stop && end[row] <= chunk.start) row++;
+        while (row < stop && begin[stop - 1] >= chunk.start + kChunk) stop--;
+        for (; row + kTileQueries <= stop; row += kTileQueries) attend_chunk<kTileQueries>(chunk, row, part);
+        if (kTileQueries == 8 && row + 4 <= stop) attend_chunk<4>(chunk, row, part), row += 4;
+        if (row + 2 <= stop) attend_chunk<2>(chunk, row, part), row += 2;
+        if (row < stop) attend_chunk<1>(chunk, row, part);
     }
 
     // Rows [row, row + R) over one chunk.

@@ -13,10 +13,13 @@
 
 namespace {
 
+constexpr long kFewRows = 32;  // of a task, whose sums then stay in the first cache
+
 // Computes a task's rows over a chunk.
 template <class Cache>
 struct ChunkTiles {
     static INLINE bool fits(const AttentionArguments&) { return false; }
+    static INLINE long task_rows(const AttentionArguments&) { return kFewRows; }
     INLINE void attend(TaskRows<Cache>&, const Chunk<typename Cache::Format::T>&, Totals&) {}
 };
 
@@ -33,6 +36,9 @@ struct ChunkTiles<PlainCache<Bf16>> {
 
     static INLINE bool fits(const AttentionArguments& args) { return args.head_dim % kRunDepth == 0; }
 
+    // Tiles are so fast that keys and values, which come from the second cache again for every task, shall come for many rows.
+    static INLINE long task_rows(const AttentionArguments& args) { return fits(args) ? kTaskRows : kFewRows; }
+
     static TileShape shape_of(int i, long rows) {
         if (i == kKeys) return {kRunSteps, kRowBytes};
         return i == kValues ? TileShape{kValueSteps, kRowBytes} : TileShape{rows, i == kProbs ? kValueBytes : kRowBytes};
@@ -40,18 +46,25 @@ struct ChunkTiles<PlainCache<Bf16>> {
 
     void attend(Rows& rows, Chunk<Bf16> chunk, Totals& part) {
         clean_ends(rows, chunk, rows.seen_begin, rows.seen_end, cleaned);
+        const long first = chunk.first_panel, end = chunk.end_panel;
+        bool asks = true;
         for (long row = 0; row < rows.task.rows; row += kTileSide) {
             const long count = smaller(kTileSide, rows.task.rows - row);
+            chunk.first_panel = larger(first, (rows.begin[row] - chunk.start) / kLanes);
+            chunk.end_panel = smaller(end, ceil_div(rows.end[row + count - 1] - chunk.start, kLanes));
+            if (chunk.first_panel >= chunk.end_panel) continue;
             alignas(64) float scores[kTileSide][kChunk];
             alignas(64) Bf16 probs[kTileSide][kChunk];
             registers.shape(count, [&](int i) { return shape_of(i, count); });
-            scores_of(rows, chunk, row, count, scores);
+            scores_of(rows, chunk, row, count, scores, asks ? end : 0);
             softmax(rows, chunk, row, count, scores, part, probs);
             if (may_share(rows, chunk, row, count)) {
                 add_all_values(rows, chunk, probs, row, part);
             } else {
                 for (long r = 0; r < count; r++) add_values_alone(rows, chunk, probs + r, row + r, part);
             }
+            chunk.num_next = 0;  // the first tile has asked for what comes next
+            asks = false;
         }
     }
 
@@ -112,16 +125,14 @@ struct ChunkTiles<PlainCache<Bf16>> {
     }
 
     // Those of panels that no row sees are anything.
-    static INLINE void scores_of(const Rows& rows, const Chunk<Bf16>& chunk, long row, long count, float (*scores)[kChunk]) {
+    static INLINE void scores_of(const Rows& rows, const Chunk<Bf16>& chunk, long row, long count, float (*scores)[kChunk], long asked) {
         constexpr long stride = kChunk * sizeof(float);
         const Bf16* keys[kChunkPanels];
         for (long p = 0; p < kChunkPanels; p++) keys[p] = chunk.key[p] == nullptr ? chunk.key[chunk.first_panel] : chunk.key[p];
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
         for (long k = 0; k < rows.args.head_dim; k += kRunDepth) {
             const long at = k * kLanes;
-            if (row == 0) {
-                for (long p = chunk.first_panel; p < chunk.end_panel; p++) ask<kTileBytes>(chunk.value[p] + at);
-            }
+            for (long p = chunk.first_panel; p < asked; p++) ask<kTileBytes>(chunk.value[p] + at);
             tile_load<kQuery>(rows.query + row * kMaxDim + k, kMaxDim * sizeof(Bf16));
             tile_load<kKeys>(keys[0] + at, kRowBytes);
             tile_multiply<0, kQuery, kKeys>();
@@ -184,10 +195,8 @@ struct ChunkTiles<PlainCache<Bf16>> {
         if constexpr (N > 2) tile_load<3>(sums + 3 * kLanes, stride);
         for (long p = chunk.first_panel; p < chunk.end_panel; p++) {
             const Bf16* values = chunk.value[p] + 2 * d;
-            if (row == 0) {
-                for (long q = p - chunk.first_panel; q < chunk.num_next; q += chunk.end_panel - chunk.first_panel) {
-                    ask<N * kLanes * kLanes * sizeof(Bf16)>(chunk.next[q] + d * kLanes);
-                }
+            for (long q = p - chunk.first_panel; q < chunk.num_next; q += chunk.end_panel - chunk.first_panel) {
+                ask<N * kLanes * kLanes * sizeof(Bf16)>(chunk.next[q] + d * kLanes);
             }
             tile_load<kProbs>(&probs[0][p * kLanes], kChunk * sizeof(Bf16));
             tile_load<kValues>(values, value_stride);

@@ -34,7 +34,9 @@ namespace {
 // As `kernels.native.program` has them.
 enum OperationKind { kNormOp, kLinearOp, kQuantizedOp, kRotaryOp, kStoreKvOp, kAttentionOp, kActMulOp };
 
-constexpr long kTogether = 16;  // tokens that operations on single tokens work on one after the other: they stay in a cache
+constexpr long kLineBytes = 64;
+constexpr long kAheadTokens = 4;  // a token is asked for so many before its turn
+constexpr long kTogether = 16;    // tokens that operations on single tokens work on one after the other: they stay in a cache
 
 INLINE bool is_by_token(const Operation& operation) {
     return operation.kind == kNormOp || operation.kind == kRotaryOp || operation.kind == kStoreKvOp || operation.kind == kActMulOp;
@@ -109,6 +111,34 @@ double numbers_of_token(const Operation& operation) {
     return 2.0 * args.num_kv_heads * args.head_dim;
 }
 
+// Asks for what an operation reads of a token: what a product has left in memory.
+template <class T>
+INLINE void ask_for_token(const Operation& operation, long token) {
+    const auto ask = [&](const void* rows, long stride) {
+        const char* row = (const char*)shifted<T>(rows, token * stride);
+        for (long at = 0; row != nullptr && at < stride * (long)sizeof(T); at += kLineBytes) __builtin_prefetch(row + at, 0, 2);
+    };
+    if (operation.kind == kNormOp) {
+        const NormArguments& args = *(const NormArguments*)operation.arguments;
+        ask(args.x, operation.rows > 0 ? operation.token_stride : args.x_stride);
+        ask(args.residual, args.residual_stride);
+    } else if (operation.kind == kActMulOp) {
+        const ActMulArguments& args = *(const ActMulArguments*)operation.arguments;
+        ask(args.gate_up, args.stride);
+    }
+}
+
+// The operation that finds its tokens [begin, stop) in memory, which it asks for ahead up to `end`; those after it find them in a cache.
+template <class T>
+bool run_first(const Operation& operation, const StepInputs& step, long begin, long stop, long end) {
+    if (operation.kind == kStoreKvOp) return run_tokens<T>(operation, step, begin, stop);  // tokens share lines of the cache
+    for (long token = begin; token < stop; token++) {
+        if (token + kAheadTokens < end) ask_for_token<T>(operation, token + kAheadTokens);
+        if (!run_tokens<T>(operation, step, token, token + 1)) return false;
+    }
+    return true;
+}
+
 // Operations that all are by token. Returns how many of them ran on all tokens.
 template <class T>
 long run_by_token(const Operation* operations, long count, const StepInputs& step, long threads) {
@@ -117,8 +147,9 @@ long run_by_token(const Operation* operations, long count, const StepInputs& ste
     long done = count;  // the first one that found a wrong index
     parallel_ranges(step.num_tokens, token_grain(step.num_tokens, threads), kElementWork * numbers * step.num_tokens, threads, [&](long begin, long end) {
         for (long token = begin; token < end; token += kTogether) {
+            const long stop = smaller(end, token + kTogether);
             for (long i = 0; i < count; i++) {
-                if (run_tokens<T>(operations[i], step, token, smaller(end, token + kTogether))) continue;
+                if (i == 0 ? run_first<T>(operations[0], step, token, stop, end) : run_tokens<T>(operations[i], step, token, stop)) continue;
                 long known = __atomic_load_n(&done, __ATOMIC_RELAXED);
                 while (i < known && !__atomic_compare_exchange_n(&done, &known, i, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
                 }

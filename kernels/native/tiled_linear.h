@@ -25,29 +25,33 @@ struct TileRows {
     long row, run, tile;
 };
 
-// Lines that are asked for with each run: of the panels themselves, that pass by once and are of `panel_bytes`, or of the next ones,
-// `lines` from `at` on.
-struct Wanted {
-    const char* at;
-    long lines, panel_bytes;
+// What is asked for with each run, a part of it behind each product: all at once, tiles would wait for it.
+// The panels themselves, which pass by once. Behind a panel's end lies one that is read beside it: what comes next is behind them all.
+struct AskAhead {
+    long panel_bytes;
 
-    template <int P>
-    INLINE void ask(const char* const (&panels)[P], long run) {
-        if (at == nullptr) {
-            // Behind a panel's end lies one that is read beside it: what comes next are those behind them all.
-            const long others = (P - 1) * panel_bytes;
-            const long far = run + kFarBytes, near = run + kNearBytes;
-            const long far_at = far < panel_bytes ? far : far + others, near_at = near < panel_bytes ? near : near + others;
-            UNROLL for (int p = 0; p < P; p++) {
-                UNROLL for (int i = 0; i < kTileSide; i++) {
-                    __builtin_prefetch(panels[p] + far_at + i * kRowBytes, 0, 2);
-                    __builtin_prefetch(panels[p] + near_at + i * kRowBytes, 0, 3);
-                }
-            }
-            return;
+    template <int kParts, int P>
+    INLINE void ask(int part, const char* const (&panels)[P], long run) {
+        if (part >= P) return;
+        const long others = (P - 1) * panel_bytes, far = run + kFarBytes, near = run + kNearBytes;
+        const char* far_at = panels[part] + (far < panel_bytes ? far : far + others);
+        const char* near_at = panels[part] + (near < panel_bytes ? near : near + others);
+        UNROLL for (int i = 0; i < kTileSide; i++) {
+            __builtin_prefetch(far_at + i * kRowBytes, 0, 2);
+            __builtin_prefetch(near_at + i * kRowBytes, 0, 3);
         }
-        for (long i = 0; i < lines; i++) __builtin_prefetch(at + i * kRowBytes, 0, 2);
-        at += lines * kRowBytes;
+    }
+};
+
+// The next panels: `lines` from `at` on. A part is not one stretch of them, but every so manieth line.
+struct AskNext {
+    const char* at;
+    long lines;
+
+    template <int kParts, int P>
+    INLINE void ask(int part, const char* const (&)[P], long) {
+        for (long i = part; i < lines; i += kParts) __builtin_prefetch(at + i * kRowBytes, 0, 2);
+        if (part == kParts - 1) at += lines * kRowBytes;
     }
 };
 
@@ -58,8 +62,8 @@ INLINE TileShape linear_shape(int i, long rows) {
 }
 
 // sums (+)= rows times panels over `runs` runs. R: tiles of rows; P: panels. sums: [16 R][P][16].
-template <int R, int P>
-INLINE void multiply_tiles(const TileRows& rows, const char* const (&panels)[P], long runs, bool is_first, float* sums, Wanted& wanted) {
+template <int R, int P, class Ask>
+NOINLINE void multiply_tiles(const TileRows& rows, const char* const (&from)[P], long runs, bool is_first, float* sums, Ask& asked) {
     constexpr long stride = P * kLanes * sizeof(float);
     if (is_first) {
         tile_zero<0>();
@@ -72,18 +76,31 @@ INLINE void multiply_tiles(const TileRows& rows, const char* const (&panels)[P],
         if constexpr (R > 1) tile_load<2>(sums + kTileSide * P * kLanes, stride);
         if constexpr (R > 1 && P > 1) tile_load<3>(sums + (kTileSide * P + 1) * kLanes, stride);
     }
-    const char* x = rows.x;
-    for (long at = 0; at < runs * kTileBytes; at += kTileBytes, x += rows.run) {
-        wanted.ask(panels, at);
+    const char *x = rows.x, *panels[P];
+    const long row = rows.row, run = rows.run, tile = rows.tile, end = runs * kTileBytes;
+    for (int p = 0; p < P; p++) panels[p] = from[p];
+    Ask ahead = asked;
+    for (long at = 0; at < end; at += kTileBytes, x += run) {
         tile_load<6>(panels[0] + at, kRowBytes);
-        tile_load<4>(x, rows.row);
+        tile_load<4>(x, row);
         tile_multiply<0, 4, 6>();
-        if constexpr (P > 1) tile_load<7>(panels[P - 1] + at, kRowBytes);
-        if constexpr (P > 1) tile_multiply<1, 4, 7>();
-        if constexpr (R > 1) tile_load<5>(x + rows.tile, rows.row);
-        if constexpr (R > 1) tile_multiply<2, 5, 6>();
-        if constexpr (R > 1 && P > 1) tile_multiply<3, 5, 7>();
+        ahead.template ask<R * P>(0, panels, at);
+        if constexpr (P > 1) {
+            tile_load<7>(panels[P - 1] + at, kRowBytes);
+            tile_multiply<1, 4, 7>();
+            ahead.template ask<R * P>(1, panels, at);
+        }
+        if constexpr (R > 1) {
+            tile_load<5>(x + tile, row);
+            tile_multiply<2, 5, 6>();
+            ahead.template ask<R * P>(2, panels, at);
+        }
+        if constexpr (R > 1 && P > 1) {
+            tile_multiply<3, 5, 7>();
+            ahead.template ask<R * P>(3, panels, at);
+        }
     }
+    asked = ahead;
     tile_store<0>(sums, stride);
     if constexpr (P > 1) tile_store<1>(sums + kLanes, stride);
     if constexpr (R > 1) tile_store<2>(sums + kTileSide * P * kLanes, stride);
@@ -119,12 +136,21 @@ struct TiledLinear {
         if (passes_by) _mm_sfence();  // such results are in no order with what tells other threads that they are there
     }
 
-    // A block is written out when the next one has been multiplied: who reads what a tile has just stored waits for it long.
     template <int P>
     void sweep(long panel, long end, float* sums, TileRegisters& registers, Finished& finished) const {
-        const long blocks = ceil_div(num_rows, kPairRows), depth = blocks > 1 ? kBlockDepth : args.k;
-        const char* next = blocks == 1 ? nullptr : panel_at(panel + P < end ? panel + P : panel);
-        Wanted wanted{next, ceil_div(P * kTileSide, blocks), args.k * kLanes * (long)sizeof(Bf16)};
+        const long blocks = ceil_div(num_rows, kPairRows);
+        if (blocks == 1) {
+            AskAhead ahead{args.k * kLanes * (long)sizeof(Bf16)};
+            sweep<P>(panel, args.k, sums, registers, finished, ahead);
+        } else {
+            AskNext next{panel_at(panel + P < end ? panel + P : panel), ceil_div(P * kTileSide, blocks)};
+            sweep<P>(panel, kBlockDepth, sums, registers, finished, next);
+        }
+    }
+
+    // A block is written out when the next one has been multiplied: who reads what a tile has just stored waits for it long.
+    template <int P, class Ask>
+    INLINE void sweep(long panel, long depth, float* sums, TileRegisters& registers, Finished& finished, Ask& ask) const {
         for (long k = 0; k < args.k; k += depth) {
             const long runs = smaller(depth, args.k - k) / kRunDepth;
             const bool is_last = k + depth >= args.k;
@@ -136,9 +162,9 @@ struct TiledLinear {
                 float* to = sums + row * P * kLanes;
                 registers.shape(count, [&](int i) { return linear_shape(i, count); });
                 if (count > kTileSide) {
-                    multiply_tiles<2, P>(from, panels, runs, k == 0, to, wanted);
+                    multiply_tiles<2>(from, panels, runs, k == 0, to, ask);
                 } else {
-                    multiply_tiles<1, P>(from, panels, runs, k == 0, to, wanted);
+                    multiply_tiles<1>(from, panels, runs, k == 0, to, ask);
                 }
                 write(finished);
                 finished = is_last ? Finished{to, row, count, panel, P} : Finished{};

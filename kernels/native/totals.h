@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr long kTaskRows = 32;  // that one call of a thread computes
+constexpr long kTaskRows = 128;  // the most that one call of a thread computes
 
 // Softmax state of up to kTaskRows rows over a part of their context.
 struct Totals {

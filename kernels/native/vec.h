@@ -130,6 +130,30 @@ INLINE PartBits part_round_bf16(Part x) {
     return ((nan & 0x7fc00000) | (~nan & rounded)) & 0xffff0000;
 }
 
+// bf16 -> fp32. GCC knows no single instruction for the conversion of a whole register, nor for the one back.
+INLINE Part part_widen_bf16(PartHalf h) {
+#if defined(__AVX512F__)
+    return (Part)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#else
+    return (Part)(__builtin_convertvector(h, PartBits) << 16);
+#endif
+}
+
+// x rounded to bf16, as part_round_bf16 does it. The instruction takes subnormal numbers for zero, and keeps what NaN holds.
+INLINE PartHalf part_to_bf16(Part x) {
+#if defined(__AVX512BF16__)
+    constexpr int kQuietNan = 0x01, kSubnormal = 0x20, kSignalingNan = 0x80;
+    if (__builtin_expect(_mm512_fpclass_ps_mask(x, kQuietNan | kSubnormal | kSignalingNan) == 0, true)) {
+        return (PartHalf)_mm512_cvtneps_pbh(x);
+    }
+#endif
+#if defined(__AVX512F__)
+    return (PartHalf)_mm512_cvtepi32_epi16((__m512i)(part_round_bf16(x) >> 16));
+#else
+    return __builtin_convertvector(part_round_bf16(x) >> 16, PartHalf);
+#endif
+}
+
 // The second operand where either is NaN.
 INLINE Part part_max(Part a, Part b) {
 #if defined(__AVX512F__)
@@ -166,7 +190,13 @@ INLINE Vec operator/(const Vec& a, const Vec& b) { VEC_MAP(a.p[i] / b.p[i]); }
 INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) { VEC_MAP(part_fma(a.p[i], b.p[i], c.p[i])); }
 INLINE Vec max(const Vec& a, const Vec& b) { VEC_MAP(part_max(a.p[i], b.p[i])); }
 INLINE Vec min(const Vec& a, const Vec& b) { VEC_MAP(part_min(a.p[i], b.p[i])); }
-INLINE Vec round_bf16(const Vec& a) { VEC_MAP((Part)part_round_bf16(a.p[i])); }
+INLINE Vec round_bf16(const Vec& a) {
+#if defined(__AVX512BF16__)
+    VEC_MAP(part_widen_bf16(part_to_bf16(a.p[i])));
+#else
+    VEC_MAP((Part)part_round_bf16(a.p[i]));
+#endif
+}
 INLINE Vec absolute(const Vec& a) { VEC_MAP((Part)((PartBits)a.p[i] & 0x7fffffff)); }
 
 // To the nearest integer, ties to even, for |a| < 2^22.
@@ -180,7 +210,7 @@ INLINE Vec clamp(const Vec& a, int low, int high) { return min(max(a, splat((flo
 
 INLINE Vec load(const float* x) { VEC_MAP(*(const PartLoad*)(x + i * kWidth)); }
 INLINE Vec load(const Bf16* x) {
-    VEC_MAP((Part)(__builtin_convertvector(*(const PartHalfLoad*)(x + i * kWidth), PartBits) << 16));
+    VEC_MAP(part_widen_bf16(*(const PartHalfLoad*)(x + i * kWidth)));
 }
 INLINE Vec load(const Fp16* x) { VEC_MAP(part_widen(*(const PartHalfLoad*)(x + i * kWidth))); }
 
@@ -189,7 +219,7 @@ INLINE void store(float* x, const Vec& a) {
 }
 INLINE void store(Bf16* x, const Vec& a) {
     UNROLL for (int i = 0; i < kParts; i++) {
-        *(PartHalfLoad*)(x + i * kWidth) = __builtin_convertvector(part_round_bf16(a.p[i]) >> 16, PartHalf);
+        *(PartHalfLoad*)(x + i * kWidth) = part_to_bf16(a.p[i]);
     }
 }
 INLINE void store(Fp16* x, const Vec& a) {

@@ -37,6 +37,21 @@ def test_rows_when_normalised_then_near_reference_and_as_alone(isa: str, dtype: 
                 assert same_bits(backend.rms_norm(x[row], weight, 1e-6, offset), normed[row])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_kind_of_number_when_rounded_to_bf16_then_as_torch_rounds_it(isa: str) -> None:
+    tiny, most = 2.0**-126, torch.finfo(torch.bfloat16).max
+    ordinary = [(1.0, 2.0**-8), (1.0, 3 * 2.0**-8), (1.0, 2.0**-8 + 2.0**-12), (-3.0, 2.0**-7), (most, most * 2.0**-8)]
+    special = [(1.5 * tiny, -tiny), (2.0**-130, 2.0**-131), (-0.0, -0.0)]
+    special += [(math.inf, 1.0), (math.inf, -math.inf), (math.nan, 1.0)]
+    for rare in special:  # beside ordinary numbers, and among its like
+        pairs = torch.tensor([ordinary * 4 + [rare], special * 3 + [rare] * 3]).bfloat16()
+        x, residual = pairs[..., 0].contiguous(), pairs[..., 1].contiguous()
+        total = CpuBackend(isa).add_rms_norm(x, residual, torch.ones(21).bfloat16(), 1e-6)[1]
+        expected = (x.float() + residual.float()).bfloat16()
+        assert total.isnan().equal(expected.isnan()), rare
+        assert total.nan_to_num(0.0).view(torch.int16).equal(expected.nan_to_num(0.0).view(torch.int16)), rare
+
+
 def test_heads_view_when_normalised_then_shape_kept_and_input_untouched() -> None:
     backend, fused = CpuBackend(), torch.randn(5, 6, 32).bfloat16()
     weight, heads = torch.randn(32).bfloat16(), fused[:, 1:4]
