@@ -23,7 +23,7 @@ struct ChunkTiles {
     INLINE void attend(TaskRows<Cache>&, const Chunk<typename Cache::Format::T>&, Totals&) {}
 };
 
-#if defined(__AMX_BF16__)
+#if defined(NOVA_TILES)
 
 template <>
 struct ChunkTiles<PlainCache<Bf16>> {

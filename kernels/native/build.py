@@ -24,6 +24,9 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")
 _AMX_BF16 = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")
 ISA_FLAGS = {"amxbf16": _AMX_BF16, "avx512bf16": _AVX512_BF16, "avx512f": _AVX512, "avx2": _AVX2, "portable": ()}
+# What only tests load: tiles without the instructions for them (emulated_tiles.h).
+EMULATED_TILES = "emulatedtiles"
+_EMULATED_FLAGS = {EMULATED_TILES: (*_AVX512_BF16, "-DNOVA_EMULATED_TILES")}
 # The kernels are written in vectors and unrolled by hand, so -O2 gives the speed of -O3 in a third of the time. Fused
 # products are spelled out: the compiler must not choose them.
 _FLAGS = (
@@ -49,6 +52,11 @@ def supported_isas() -> tuple[str, ...]:
     probe.nova_best_isa.restype = ctypes.c_char_p
     names = host_isas()
     return names[names.index(probe.nova_best_isa().decode()) :]
+
+
+def runs_here(name: str) -> bool:
+    """Whether this processor can run the library of that name. Raises NativeBuildError."""
+    return (name if name not in _EMULATED_FLAGS else "avx512bf16") in supported_isas()
 
 
 def library_path(name: str) -> Path:
@@ -78,7 +86,7 @@ def _cache_dir() -> Path:
 
 def _build_key() -> str:
     digest = hashlib.sha256()
-    parts = (platform.machine(), repr(_FLAGS), repr(ISA_FLAGS))
+    parts = (platform.machine(), repr(_FLAGS), repr(ISA_FLAGS), repr(_EMULATED_FLAGS))
     digest.update("\n".join(parts).encode())
     for source in sorted((*SOURCE_DIR.glob("*.cpp"), *SOURCE_DIR.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -101,7 +109,8 @@ def _compile(name: str, library: Path) -> None:
             _run([compiler, "-O1", "-fPIC", "-shared", str(SOURCE_DIR / "probe.cpp"), "-o", str(output)])
         else:
             source = str(SOURCE_DIR / "isa.cpp")
-            _run([compiler, *_FLAGS, *ISA_FLAGS[name], f"-DNOVA_ISA={name}", "-shared", source, "-o", str(output)])
+            flags = (ISA_FLAGS | _EMULATED_FLAGS)[name]
+            _run([compiler, *_FLAGS, *flags, f"-DNOVA_ISA={name}", "-shared", source, "-o", str(output)])
         output.replace(library)
 
 

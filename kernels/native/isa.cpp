@@ -4,10 +4,9 @@
 #include "program.h"
 #include "prompt_lookup.h"
 #include "quantize.h"
-#include "quantized.h"
 #include "rowwise.h"
 #include "sampling.h"
-#include "tiled_linear.h"
+#include "tiled_quantized.h"
 
 #define JOIN(a, b, c) a##b##_##c
 #define EXPAND(a, b, c) JOIN(a, b, c)

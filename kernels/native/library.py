@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.memory import WeightMemory
-from kernels.native.build import NativeBuildError, library_path, supported_isas
+from kernels.native.build import NativeBuildError, library_path, runs_here, supported_isas
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def load_library(isa: str | None = None) -> NativeLibrary:
 @functools.cache
 def _load(isa: str | None) -> NativeLibrary:
     available = supported_isas()
-    if isa is not None and isa not in available:
+    if isa is not None and not runs_here(isa):
         raise NativeBuildError(f"this processor does not run '{isa}', only {', '.join(available)}")
     failures: list[NativeBuildError] = []
     for name in available if isa is None else (isa,):

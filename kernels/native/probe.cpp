@@ -5,12 +5,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Whether there are tile registers that multiply bf16, and the system lets this process use them.
+// Whether there are tile registers that multiply bf16 and integers, and the system lets this process use them.
 static bool has_tiles() {
-    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInteger = 1u << 25, kAll = kBf16 | kTile | kInteger;
     constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     unsigned a, b, c, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTile) == 0) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAll) != kAll) return false;
     return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 #endif

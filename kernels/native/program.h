@@ -6,9 +6,8 @@
 
 #include "attention.h"
 #include "kv_store.h"
-#include "quantized.h"
 #include "rowwise.h"
-#include "tiled_linear.h"
+#include "tiled_quantized.h"
 
 // Mirrored by `kernels.native.program.StepInputs`.
 struct StepInputs {

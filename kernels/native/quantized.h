@@ -145,7 +145,7 @@ void run_tile(const Tile& tile, const LinearArguments& layer, long threads) {
 }
 
 template <class T, class Format>
-void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
+void vector_quantized(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
     using X = typename Format::X;
     const LinearArguments& layer = args.layer;
     const Records<Format> records(args);
@@ -156,33 +156,30 @@ void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride,
     });
 }
 
+// As `quantized_linear` of tiled_quantized.h, for every instruction set and shape.
 template <class T>
-void rounded_linear(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
+void vector_quantized(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
+    if (args.bits == 8 && args.full_range) {
+        vector_quantized<T, typename IntegerFormats<T>::FullBits8>(args, x, x_stride, y, m, threads);
+    } else if (args.bits == 8) {
+        vector_quantized<T, typename IntegerFormats<T>::Bits8>(args, x, x_stride, y, m, threads);
+    } else {
+        vector_quantized<T, typename IntegerFormats<T>::Bits4>(args, x, x_stride, y, m, threads);
+    }
+}
+
+// The same of rows that are integers.
+template <class T>
+void vector_rounded(const QuantizedArguments& args, const RoundedRows& rows, void* y, long m, long threads) {
     using X = RoundedPanel::X;
-    static thread_local Scratch scratch;
     const LinearArguments& layer = args.layer;
     const Records<RoundedPanel> records(args);
-    const RoundedRows rows = round_rows(x, x_stride, m, layer.k, args.group, scratch, threads);
     for_each_tile<X>(rows.integers, rows.width, m, rows.width, RoundedPanel::kPack, threads, [&](const Operands<X>& operands) {
         using Tile = QuantizedTile<T, RoundedPanel, ScaledRows>;
         const Output<T> output{layer, y, operands.first};
         const ScaledRows rule{rows, operands.first};
         run_tile(Tile{records, (const uint8_t*)layer.packed, operands, output, args.half_scales != 0, rule}, layer, threads);
     });
-}
-
-// y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
-template <class T>
-void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
-    if (args.rounds_rows) {
-        rounded_linear(args, x, x_stride, y, m, threads);
-    } else if (args.bits == 8 && args.full_range) {
-        quantized_linear<T, typename IntegerFormats<T>::FullBits8>(args, x, x_stride, y, m, threads);
-    } else if (args.bits == 8) {
-        quantized_linear<T, typename IntegerFormats<T>::Bits8>(args, x, x_stride, y, m, threads);
-    } else {
-        quantized_linear<T, typename IntegerFormats<T>::Bits4>(args, x, x_stride, y, m, threads);
-    }
 }
 
 }  // namespace

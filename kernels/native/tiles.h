@@ -7,7 +7,8 @@
 
 #include "vec.h"
 
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) || defined(NOVA_EMULATED_TILES)
+#define NOVA_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -15,6 +16,22 @@ namespace {
 
 constexpr long kRunSteps = 16, kRunDepth = 2 * kRunSteps;  // pairs, and elements of the summed dimension, in one tile
 constexpr long kTileSide = 16, kRowBytes = 64, kTileBytes = kTileSide * kRowBytes;
+constexpr int kTileRegisters = 8;
+
+// As the processor wants it.
+struct TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+}  // namespace
+
+#if defined(NOVA_EMULATED_TILES)
+#include "emulated_tiles.h"
+#else
+
+namespace {
 
 // From and to memory whose rows lie `stride` bytes apart.
 template <int Register>
@@ -33,6 +50,26 @@ template <int Sum, int Rows, int Columns>
 INLINE void tile_multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Rows), "i"(Columns));
 }
+// Rows of 64 signed bytes, columns of four unsigned ones side by side; sums in 32-bit integers.
+template <int Sum, int Rows, int Columns>
+INLINE void tile_multiply_integers() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Rows), "i"(Columns));
+}
+
+INLINE void tile_configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
+INLINE void tile_release() { asm volatile("tilerelease"); }
+
+// A process has to ask the system for the registers before it uses them.
+__attribute__((constructor)) void ask_for_tiles() {
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    syscall(SYS_arch_prctl, kRequest, kTileData);
+}
+
+}  // namespace
+
+#endif
+
+namespace {
 
 struct TileShape {
     long rows, row_bytes;
@@ -42,7 +79,7 @@ struct TileShape {
 class TileRegisters {
   public:
     ~TileRegisters() {
-        if (rows_ != 0) asm volatile("tilerelease");
+        if (rows_ != 0) tile_release();
     }
 
     // Shapes register i as shape_of(i) says, if that was not done for so many rows before.
@@ -50,28 +87,18 @@ class TileRegisters {
     INLINE void shape(long rows, const ShapeOf& shape_of) {
         if (rows == rows_) return;
         rows_ = rows;
-        struct {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {};
-            uint8_t rows[16] = {};
-        } config;
-        for (int i = 0; i < 8; i++) {
+        TileConfig config;
+        for (int i = 0; i < kTileRegisters; i++) {
             const TileShape shape = shape_of(i);
             config.rows[i] = shape.rows;
             config.row_bytes[i] = shape.rows > 0 ? shape.row_bytes : 0;
         }
-        asm volatile("ldtilecfg %0" ::"m"(config));
+        tile_configure(config);
     }
 
   private:
     long rows_ = 0;
 };
-
-// A process has to ask the system for the registers before it uses them.
-__attribute__((constructor)) void ask_for_tiles() {
-    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    syscall(SYS_arch_prctl, kRequest, kTileData);
-}
 
 }  // namespace
 

@@ -10,10 +10,12 @@ from torch import Tensor
 from kernels.backend import AttentionMetadata, AttentionParams
 from kernels.cpu_backend import CpuBackend
 from kernels.kv_store.reference import is_quantized, quantize
-from kernels.native.build import supported_isas
+from kernels.native.build import EMULATED_TILES, runs_here, supported_isas
 
-ISAS = supported_isas()
-DOT_PRODUCTS = ("amxbf16", "avx512bf16")  # those that multiply bf16 numbers in pairs
+# Tiles are tested on every processor that can at least emulate them.
+ISAS = (*supported_isas(), *((EMULATED_TILES,) if runs_here(EMULATED_TILES) and not runs_here("amxbf16") else ()))
+TILES = ("amxbf16", EMULATED_TILES)
+DOT_PRODUCTS = (*TILES, "avx512bf16")  # those that multiply bf16 numbers in pairs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (None, torch.int8)
 CPU = torch.device("cpu")

@@ -15,8 +15,9 @@ from tests.kernels.native_cases import DTYPES, ISAS, TOLERANCE, relative_error, 
 
 pytestmark = pytest.mark.stage0
 
-# Rows and columns that fill no panel, chunk or group; groups of one chunk, of many, and one of all columns.
-SHAPES = ((1, 1, 8), (17, 33, 8), (40, 64, 32), (100, 100, 104), (163, 260, 32), (72, 416, 128))
+# Rows and columns that fill no panel, chunk or group; groups of one chunk, of many, and one of all columns; with and
+# without a short last one; of more columns than a block of tiles has.
+SHAPES = ((1, 1, 8), (17, 33, 8), (40, 64, 32), (100, 100, 104), (163, 260, 32), (72, 416, 128), (24, 608, 608))
 RANGES = ((-8, 7), (-15, 15), (-127, 127), (-128, 127))
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
 ROWS = (1, 2, 5, 8, 13, 96)

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.stage0
 
 ROWS = (1, 2, 3, 5, 7, 8, 13, 33, 96, 100)
 # Neither n nor k a multiple of a panel, a chunk or a group; one, some and many groups; more than one block of panels.
-SHAPES = ((1, 1), (16, 8), (17, 33), (48, 64), (100, 65), (163, 259))
-SCHEMES = (INT8, INT4, replace(INT8, group=64), replace(INT4, group=128))
+# Then some that tiles can take, k being a multiple of 32: last groups that are short, an odd number of panels.
+SHAPES = ((1, 1), (16, 8), (17, 33), (48, 64), (100, 65), (163, 259), (72, 352), (163, 1088))
+SCHEMES = (INT8, INT4, replace(INT8, group=64), replace(INT4, group=128), replace(INT8, group=288))
 
 
 def weights_of(backend: CpuBackend, weight: Tensor, scheme: WeightScheme) -> Tensor:
@@ -49,10 +50,13 @@ def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(i
                 assert same_bits(linear(x[:rows]), exact[:rows].to(dtype)), (scheme, n, k, rows)
 
 
+@pytest.mark.parametrize("depth", [300, 608])
 @pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("isa", ISAS)
-def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(isa: str, scheme: WeightScheme) -> None:
-    weight, x = torch.randn(200, 300).bfloat16(), torch.randn(300, 300).bfloat16()
+def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(
+    isa: str, scheme: WeightScheme, depth: int
+) -> None:
+    weight, x = torch.randn(200, depth).bfloat16(), torch.randn(530, depth).bfloat16()
     linear = CpuBackend(isa).pack_linear(weight, None, scheme)
     whole = linear(x)
     before = torch.get_num_threads()
@@ -63,7 +67,7 @@ def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(is
             assert same_bits(CpuBackend(isa).pack_linear(weight, None, scheme)(x), whole)
     finally:
         torch.set_num_threads(before)
-    for row in (0, 95, 96, 191, 192, 288, 299):
+    for row in (0, 95, 96, 191, 192, 288, 299, 511, 529):
         assert same_bits(linear(x[row : row + 1])[0], whole[row])
 
 

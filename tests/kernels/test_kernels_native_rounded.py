@@ -17,8 +17,8 @@ from tests.kernels.native_cases import DTYPES, ISAS, TOLERANCE, relative_error, 
 pytestmark = pytest.mark.stage0
 
 ROWS = (1, 2, 3, 5, 7, 8, 13, 16, 33, 64, 96, 100)
-SHAPES = ((1, 1), (16, 8), (17, 33), (48, 64), (100, 65), (163, 259), (40, 640))
-SCHEMES = (W8A8, replace(W8A8, group=64))
+SHAPES = ((1, 1), (16, 8), (17, 33), (48, 64), (100, 65), (163, 259), (40, 640), (163, 1088))
+SCHEMES = (W8A8, replace(W8A8, group=64), replace(W8A8, group=320))
 
 
 def defined(x: Tensor, weight: Tensor, scheme: WeightScheme) -> Tensor:
@@ -68,9 +68,10 @@ def test_rows_of_any_size_when_rounded_then_every_integer_and_scale_as_defined(i
     assert integers.abs().amax(1)[-8:].eq(127).all()
 
 
+@pytest.mark.parametrize("depth", [300, 640])
 @pytest.mark.parametrize("isa", ISAS)
-def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(isa: str) -> None:
-    weight, x = torch.randn(200, 300).bfloat16(), torch.randn(300, 300).bfloat16()
+def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(isa: str, depth: int) -> None:
+    weight, x = torch.randn(200, depth).bfloat16(), torch.randn(530, depth).bfloat16()
     linear = CpuBackend(isa).pack_linear(weight, None, W8A8)
     whole = linear(x)
     before = torch.get_num_threads()
@@ -80,7 +81,7 @@ def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(is
             assert same_bits(linear(x), whole)
     finally:
         torch.set_num_threads(before)
-    for row in (0, 95, 96, 191, 192, 255, 256, 299):
+    for row in (0, 95, 96, 191, 192, 255, 256, 299, 511, 529):
         assert same_bits(linear(x[row : row + 1])[0], whole[row])
 
 
