@@ -109,7 +109,7 @@ class Program(Protocol):
         ...
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-        """Into the step's slots."""
+        """Into the step's slots. What then stands in `key` is undefined."""
         ...
 
     def paged_attention(

@@ -93,7 +93,23 @@ struct Output {
         UNROLL for (int m = 0; m < M; m++) {
             UNROLL for (int n = 0; n < N; n++) store(sums + (m * N + n) * kLanes, acc[m][n]);
         }
-        write_sums(row, panels, sums, M, N);
+        if (N == 2 && (panels[0] + 2) * kLanes <= args.n && args.out_dtype == args.dtype) {
+            write_pairs(row, panels[0], sums, M);
+        } else {
+            write_sums(row, panels, sums, M, N);
+        }
+    }
+
+    // Sums [num_rows][2][16] of two whole panels that lie side by side, as T.
+    NOINLINE void write_pairs(long row, long panel, const float* sums, long num_rows) const {
+        const long column = panel * kLanes;
+        T* to = (T*)y + (first_row + row) * args.n + column;
+        Vec bias[2];
+        UNROLL for (int n = 0; n < 2; n++) bias[n] = args.bias == nullptr ? zero() : load(args.bias + column + n * kLanes);
+        for (long m = 0; m < num_rows; m++, sums += 2 * kLanes, to += args.n) {
+            const Vec values[2] = {load(sums) + bias[0], load(sums + kLanes) + bias[1]};
+            store_all(to, values);
+        }
     }
 
     // Not in line: what it needs of registers would be missing in the loop over K.
@@ -125,27 +141,74 @@ struct LinearTile {
 
     template <int M, int N>
     INLINE void block(long row, long panel) const {
-        const long steps = ceil_div(args.k, Format::kPack), w_stride = kLanes * Format::kPack;
+        const Prefetch prefetch = {kNearBytes, kFarBytes, (N - 1) * panel_bytes()};
+        const bool is_stream = N == kStreamPanels;
+        if (row > 0) {
+            multiply<M, N>(row, panel, kNoPrefetch);  // the first rows have brought the panels into a cache
+        } else {
+            is_stream ? multiply<M, N>(row, panel, kStreamed) : multiply<M, N>(row, panel, prefetch);
+        }
+    }
+
+    template <int M, int N, class Wanted>
+    INLINE void multiply(long row, long panel, const Wanted& wanted) const {
         const T* w[N];
         long panels[N];
         Vec acc[M][N];
         UNROLL for (int n = 0; n < N; n++) {
             panels[n] = panel + n;
-            w[n] = (const T*)args.packed + panels[n] * steps * w_stride;
+            w[n] = (const T*)panel_at(panel + n);
         }
         UNROLL for (int m = 0; m < M; m++) {
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
         }
-        const auto x = operands.template block<M>(row);
-        if (row == 0 && N == kStreamPanels && M <= kBlockRows) {
-            accumulate<Format>(acc, x, w, w_stride, steps, kStreamed);
-        } else if (row == 0) {
-            const Prefetch prefetch = {kNearBytes, kFarBytes, (N - 1) * steps * w_stride * (long)sizeof(T)};
-            accumulate<Format>(acc, x, w, w_stride, steps, prefetch);
-        } else {
-            accumulate<Format>(acc, x, w, w_stride, steps, kCached);  // the first rows have brought the panels there
-        }
+        const long steps = ceil_div(args.k, Format::kPack);
+        accumulate<Format>(acc, operands.template block<M>(row), w, kLanes * Format::kPack, steps, wanted);
         output.write(row, panels, acc);
+    }
+
+    INLINE long panel_bytes() const { return round_up(args.k, Format::kPack) * kLanes * (long)sizeof(T); }
+    INLINE const char* panel_at(long panel) const { return (const char*)args.packed + panel * panel_bytes(); }
+};
+
+constexpr long kStreamRows = 16;  // read a panel while it comes from memory
+
+// More rows than those: all pass over a few panels, block after block, each of which asks for its part of the next panels. So memory is
+// read while products go on, and as evenly.
+template <class T>
+struct ManyRows {
+    static constexpr int kPanels = panels_for(kBlockRows);
+    const LinearTile<T>& tile;
+    long rows = tile.operands.rows;
+
+    void run(long threads) const {
+        const long panels = ceil_div(tile.args.n, kLanes);
+        parallel_shares(ceil_div(panels, kPanels), (double)rows * tile.args.n * tile.args.k, threads, [&](Shares& shares) {
+            for (long i; (i = shares.take()) >= 0;) {
+                const long panel = i * kPanels, after = shares.after(i);
+                const char* next = after < 0 ? nullptr : tile.panel_at(after * kPanels);
+                if (panel + kPanels <= panels) {
+                    sweep<kPanels>(panel, next);
+                } else {
+                    for (long one = panel; one < panels; one++) sweep<1>(one, nullptr);
+                }
+            }
+        });
+    }
+
+    // The last block begins early enough to be whole: what is computed twice has the same bits.
+    template <int N>
+    INLINE void sweep(long panel, const char* next) const {
+        const long steps = ceil_div(tile.args.k, LinearTile<T>::Format::kPack), blocks = ceil_div(rows, kBlockRows);
+        const long bytes = next == nullptr ? 0 : ceil_div(N * tile.panel_bytes(), blocks * steps);  // for which each step asks
+        Ahead<1, 2> ahead{{next == nullptr ? tile.panel_at(panel) : next}, bytes};
+        for (long row = 0; row < rows; row += kBlockRows, ahead.at[0] += steps * bytes) {
+            if (rows - row <= kBlockRows / 2) {
+                tile.template multiply<kBlockRows / 2, N>(rows - kBlockRows / 2, panel, ahead);
+            } else {
+                tile.template multiply<kBlockRows, N>(smaller(row, rows - kBlockRows), panel, ahead);
+            }
+        }
     }
 };
 
@@ -154,13 +217,12 @@ template <class T>
 void vector_linear(const LinearArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
     using Format = typename FormatOf<T>::type;
     using X = typename Format::X;
-    for_each_tile<X>(x, x_stride, m, args.k, Format::kPack, threads, [&](const Operands<X>& operands) {
+    for_each_tile<X, kStreamRows + 1>(x, x_stride, m, args.k, Format::kPack, threads, [&](const Operands<X>& operands) {
         const LinearTile<T> tile{args, operands, {args, y, operands.first}};
-        const double work = (double)operands.rows * args.n * args.k;
-        parallel_ranges(ceil_div(args.n, kLanes), kGroupPanels, work, threads, [&](long begin, long end) {
-            for (long group = begin; group < end; group += kGroupPanels) {
-                sweep_rows(tile, group, smaller(end, group + kGroupPanels));
-            }
+        if (operands.rows > kStreamRows) return ManyRows<T>{tile}.run(threads);
+        const long panels = ceil_div(args.n, kLanes);
+        parallel_shares(ceil_div(panels, kGroupPanels), (double)operands.rows * args.n * args.k, threads, [&](Shares& shares) {
+            for (long i; (i = shares.take()) >= 0;) sweep_rows(tile, i * kGroupPanels, smaller(panels, (i + 1) * kGroupPanels));
         });
     });
 }

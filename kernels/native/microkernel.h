@@ -110,7 +110,6 @@ struct Prefetch {
     long near, far, skip;
 };
 constexpr Prefetch kNoPrefetch = {0, 0, 0};   // that is left to the processor
-constexpr Prefetch kCached = {2048, 0, 0};    // from the second cache to the first
 constexpr Prefetch kStreamed = {8192, 0, 0};  // from memory, one stream from end to end, beside few rows: they leave it room
 constexpr long kNearBytes = 1024, kFarBytes = 8192;
 
@@ -133,19 +132,19 @@ INLINE void accumulate(Sum (&acc)[M][N], const Operand& x, const typename Format
     }
 }
 
-// Other memory that is wanted next: in the k-th step, the lines that begin k * stride bytes behind these.
-template <int N>
+// Other memory that is wanted next, in the first cache or the second: in the k-th step, what lies k * stride bytes behind these places.
+template <int P, int kCache = 1>
 struct Ahead {
-    const char* at[N];
+    const char* at[P];
     long stride;
 };
 
 // The same, and that memory is asked for.
-template <class Format, int M, int N, class Operand>
+template <class Format, int M, int N, class Operand, int P, int kCache>
 INLINE void accumulate(Vec (&acc)[M][N], const Operand& x, const typename Format::T* const (&w)[N], long w_stride, long steps,
-                       const Ahead<N>& ahead) {
+                       const Ahead<P, kCache>& ahead) {
     for (long k = 0; k < steps; k++) {
-        UNROLL for (int n = 0; n < N; n++) __builtin_prefetch(ahead.at[n] + k * ahead.stride, 0, 3);
+        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(ahead.at[p] + k * ahead.stride, 0, 4 - kCache);
         Format::step(acc, x, k * Format::kPack, w, k * w_stride);
     }
 }

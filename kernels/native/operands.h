@@ -136,14 +136,14 @@ template <class T, class X>
 INLINE bool usable_in_place(const T*, const X*) { return false; }
 
 // Calls body(operands) for one tile of the rows of x [m, k], which lie x_stride apart, after the other. Rows are zero-padded to a
-// multiple of `pack` elements.
-template <class X, class T, class Body>
+// multiple of `pack` elements. From kMany rows on none lie side by side.
+template <class X, long kMany = kManyRows<X>, class T, class Body>
 void for_each_tile(const T* x, long x_stride, long m, long k, long pack, long threads, const Body& body) {
     static thread_local Scratch scratch;
     const long depth = round_up(k, kLanes * kWord<X>), padded = round_up(k, pack);
     for (long first = 0; first < m; first += kTileRows) {
         const long rows = smaller(kTileRows, m - first);
-        const long num_side = kSideRows > 0 && rows < kManyRows<X> ? rows / kLanes * kLanes : 0;
+        const long num_side = kSideRows > 0 && rows < kMany ? rows / kLanes * kLanes : 0;
         const T* from = x + first * x_stride;
         X* side = scratch.get<X>(num_side * depth + (rows - num_side) * padded);
         parallel_ranges(num_side / kLanes, 1, kElementWork * num_side * k, threads, [&](long begin, long end) {

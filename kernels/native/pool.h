@@ -19,6 +19,8 @@
 
 namespace {
 
+thread_local long this_thread = 0;  // among those that share a loop: 0 its caller, then the helpers
+
 class Pool {
   public:
     using Call = void (*)(const void* body, long index);
@@ -108,6 +110,7 @@ class Pool {
 
     // The life of a helper: one loop after the other.
     void help(long id) {
+        this_thread = id + 1;
         uint32_t seen = 0;
         for (;;) {
             wait_for_next(seen);

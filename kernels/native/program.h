@@ -5,8 +5,7 @@
 #pragma once
 
 #include "attention.h"
-#include "kv_store.h"
-#include "rowwise.h"
+#include "heads.h"
 #include "tiled_quantized.h"
 
 // Mirrored by `kernels.native.program.StepInputs`.
@@ -33,7 +32,6 @@ namespace {
 // As `kernels.native.program` has them.
 enum OperationKind { kNormOp, kLinearOp, kQuantizedOp, kRotaryOp, kStoreKvOp, kAttentionOp, kActMulOp };
 
-constexpr long kLineBytes = 64;
 constexpr long kAheadTokens = 4;  // a token is asked for so many before its turn
 constexpr long kTogether = 16;    // tokens that operations on single tokens work on one after the other: they stay in a cache
 
@@ -127,10 +125,11 @@ INLINE void ask_for_token(const Operation& operation, long token) {
     }
 }
 
-// The operation that finds its tokens [begin, stop) in memory, which it asks for ahead up to `end`; those after it find them in a cache.
+// One of several operations on tokens [begin, stop). The first one finds them in memory, which it asks for ahead up to `end`; those after
+// it find them in a cache.
 template <class T>
-bool run_first(const Operation& operation, const StepInputs& step, long begin, long stop, long end) {
-    if (operation.kind == kStoreKvOp) return run_tokens<T>(operation, step, begin, stop);  // tokens share lines of the cache
+bool run_one(const Operation& operation, bool is_first, const StepInputs& step, long begin, long stop, long end) {
+    if (!is_first || operation.kind == kStoreKvOp) return run_tokens<T>(operation, step, begin, stop);  // tokens share lines of the cache
     for (long token = begin; token < stop; token++) {
         if (token + kAheadTokens < end) ask_for_token<T>(operation, token + kAheadTokens);
         if (!run_tokens<T>(operation, step, token, token + 1)) return false;
@@ -138,19 +137,74 @@ bool run_first(const Operation& operation, const StepInputs& step, long begin, l
     return true;
 }
 
+// Operations that one pass over heads does, of some that all are by token: norms, if there are any, rotary and store.
+struct HeadPassPlan {
+    HeadOperations all;
+    long first, count;  // count 0: there are none
+
+    HeadPassPlan(const Operation* operations, long num, const StepInputs& step) : all{}, first(0), count(0) {
+        while (first + 1 < num && !(operations[first].kind == kRotaryOp && operations[first + 1].kind == kStoreKvOp)) first++;
+        if (first + 1 >= num) return;
+        all.rotary = *(const RotaryArguments*)operations[first].arguments;
+        all.store = *(const KvStoreArguments*)operations[first + 1].arguments;
+        all.rotary.positions = step.positions;
+        all.store.slots = step.slots;
+        const long stop = first + 2;
+        for (; first > 0 && operations[first - 1].kind == kNormOp && take_norm(operations[first - 1]); first--) {
+        }
+        if (fits_a_pass(all)) count = stop - first;
+    }
+
+    // Of tokens [begin, end). False if an index of theirs points outside its table: `failed` is that operation.
+    template <class T>
+    bool run(long begin, long end, long& failed) const {
+        bool have_positions = true, have_slots = true;
+        for (long token = begin; token < end; token++) {
+            have_positions = have_positions && all.rotary.positions[token] >= 0 && all.rotary.positions[token] < all.rotary.max_position;
+            have_slots = have_slots && all.store.slots[token] < all.store.num_slots;
+        }
+        failed = first + count - (have_positions ? 1 : 2);
+        if (have_positions && have_slots) pass_heads<T>(all, begin, end);
+        return have_positions && have_slots;
+    }
+
+  private:
+    bool take_norm(const Operation& operation) {
+        const NormArguments* norm = (const NormArguments*)operation.arguments;
+        const RotaryArguments& rotary = all.rotary;
+        if (norm->x == rotary.key && operation.rows == rotary.num_kv_heads && operation.token_stride == rotary.key_token_stride) {
+            return take(all.key_norm, norm);
+        }
+        const bool is_of_query = norm->x == rotary.query && operation.rows == rotary.num_heads && operation.token_stride == rotary.query_token_stride;
+        return is_of_query && take(all.query_norm, norm);
+    }
+
+    static bool take(const NormArguments*& place, const NormArguments* norm) {
+        if (place != nullptr) return false;
+        place = norm;
+        return true;
+    }
+};
+
 // Operations that all are by token. Returns how many of them ran on all tokens.
 template <class T>
 long run_by_token(const Operation* operations, long count, const StepInputs& step, long threads) {
+    const HeadPassPlan heads(operations, count, step);
     double numbers = 0.0;
     for (long i = 0; i < count; i++) numbers += numbers_of_token(operations[i]);
     long done = count;  // the first one that found a wrong index
     parallel_ranges(step.num_tokens, token_grain(step.num_tokens, threads), kElementWork * numbers * step.num_tokens, threads, [&](long begin, long end) {
         for (long token = begin; token < end; token += kTogether) {
             const long stop = smaller(end, token + kTogether);
-            for (long i = 0; i < count; i++) {
-                if (i == 0 ? run_first<T>(operations[0], step, token, stop, end) : run_tokens<T>(operations[i], step, token, stop)) continue;
+            for (long i = 0; i < count;) {
+                const bool is_pass = heads.count > 0 && i == heads.first;
+                long failed = i;
+                if (is_pass ? heads.run<T>(token, stop, failed) : run_one<T>(operations[i], i == 0, step, token, stop, end)) {
+                    i += is_pass ? heads.count : 1;
+                    continue;
+                }
                 long known = __atomic_load_n(&done, __ATOMIC_RELAXED);
-                while (i < known && !__atomic_compare_exchange_n(&done, &known, i, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+                while (failed < known && !__atomic_compare_exchange_n(&done, &known, failed, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
                 }
                 return;
             }

@@ -102,7 +102,7 @@ class NativeProgram:
         self._add(_ROTARY, rotary_arguments(query, key, cos_sin), cos_sin)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-        """Write [capacity, kv heads, dim] views into the packed caches."""
+        """Write [capacity, kv heads, dim] views into the packed caches. What then stands in `key` is undefined."""
         if not is_packed(key_cache):
             raise ValueError("the KV cache is not packed")
         self._add(_STORE_KV, store_arguments(key, value, key_cache, value_cache), (key_cache, value_cache))

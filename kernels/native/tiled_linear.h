@@ -14,10 +14,13 @@ INLINE bool tiled_linear(const LinearArguments&, const T*, long, void*, long, lo
 
 #if defined(NOVA_TILES)
 
-constexpr long kPairRows = 2 * kTileSide;  // rows of a full block: two tiles
-constexpr long kBlockDepth = 256;          // of a block's rows and panels, which then fit the first cache
-constexpr long kPassedBytes = 1L << 20;    // of a layer's weights, which then wash its results out of the second cache
-constexpr long kPassNumbers = 3L << 18;    // of rows that pass by a panel, so that they stay in the second cache
+constexpr long kPairRows = 2 * kTileSide;    // rows of a full block: two tiles
+constexpr long kBlockDepth = 256;            // of a block's rows and panels, which then fit the first cache
+constexpr long kPassedBytes = 1L << 20;      // of a layer's weights, which then wash its results out of the second cache
+constexpr long kPassNumbers = 3L << 18;      // of rows of integers that pass by a panel, so that they stay in the second cache
+constexpr long kPassRows = 512;              // that pass by a panel
+constexpr long kStretchNumbers = 1L << 19;   // of these rows: as deep as they stay in the second cache
+constexpr long kKeptSums = 1L << 17;         // that a thread keeps from one stretch of the depth to the next, in the second cache too
 
 // Rows as tiles: bytes from one row to the next, from one run of K to the next, from one 16 rows to the next.
 struct TileRows {
@@ -33,9 +36,48 @@ struct TilePanels {
     const char* at[P];
 };
 
-// What is asked for with each run, a part of it behind each product: all at once, tiles would wait for it.
-// The panels themselves, which pass by once. Behind a panel's end lies one that is read beside it: what comes next is behind them all.
-struct AskAhead {
+// Results of two whole panels, that wait to be written: a few rows with each run of the next products. All at once the lines, which
+// go to memory, would hold up what these products read. (And who reads what a tile has just stored waits for it long.)
+struct Results {
+    const float* sums;  // [rows][2][16]
+    char* to;           // the first row that is left
+    long left, row_bytes;
+    int64_t dtype;      // as LinearArguments has it
+    bool passes_by;     // the caches: nothing will read the lines from there
+    Vec bias[2];
+
+    INLINE void write(long rows) {
+        for (long i = smaller(rows, left); i > 0; i--) {
+            const Vec low = load(sums) + bias[0], high = load(sums + kLanes) + bias[1];
+            if (dtype == kFloat32 || dtype == kRounded) {
+                write_line(to, (__m512i)(dtype == kRounded ? round_bf16(low) : low).p[0]);
+                write_line(to + kRowBytes, (__m512i)(dtype == kRounded ? round_bf16(high) : high).p[0]);
+            } else {  // in few instructions, since tiles hold no subnormal numbers
+                const __mmask32 nan = _mm512_kunpackw(_mm512_cmpunord_ps_mask(high.p[0], high.p[0]), _mm512_cmpunord_ps_mask(low.p[0], low.p[0]));
+                write_line(to, _mm512_mask_set1_epi16((__m512i)_mm512_cvtne2ps_pbh(high.p[0], low.p[0]), nan, 0x7fc0));
+            }
+            sums += 2 * kLanes;
+            to += row_bytes;
+            left--;
+        }
+    }
+
+    INLINE void write_line(char* at, const __m512i& line) const {
+        passes_by ? _mm512_stream_si512((__m512i*)at, line) : _mm512_storeu_si512(at, line);
+    }
+};
+
+// What is done besides with each run, a part of it behind each product: all at once, tiles would wait for it.
+struct WriteBehind {
+    Results& results;
+    long rows;  // a run
+
+    INLINE void end_run() { results.write(rows); }
+};
+
+// Asks for the panels themselves, which pass by once. Behind a panel's end lies one that is read beside it: what comes next is behind
+// them all.
+struct AskAhead : WriteBehind {
     long panel_bytes;
 
     template <int kParts, int P>
@@ -51,8 +93,8 @@ struct AskAhead {
     }
 };
 
-// The next panels: `lines` from `at` on. A part is not one stretch of them, but every so manieth line.
-struct AskNext {
+// Asks for the next panels: `lines` from `at` on. A part is not one stretch of them, but every so manieth line.
+struct AskNext : WriteBehind {
     const char* at;
     long lines;
 
@@ -66,6 +108,7 @@ struct AskNext {
 struct AskNothing {
     template <int kParts, int P>
     INLINE void ask(int, const char* const (&)[P], long) {}
+    INLINE void end_run() {}
 };
 
 // Registers: sums of (row tile r, panel p) in 2 r + p, rows in 4 + r, panels in 6 + p.
@@ -85,7 +128,7 @@ struct IntegerProduct {
 
 // sums (+)= rows times panels over `runs` runs. R: tiles of rows; P: panels. sums: [16 R][P][16].
 template <int R, class Product, int P, long kStep, class Ask>
-NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep>& panels, long runs, bool is_first, void* sums, Ask& asked) {
+NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep>& panels, long runs, bool is_first, void* sums, const Ask& aside) {
     constexpr long stride = P * kRowBytes, run = kRunSteps * kStep;
     char* sum = (char*)sums;
     if (is_first) {
@@ -101,7 +144,7 @@ NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep>& p
     }
     const TileRows from = rows;
     const TilePanels<P, kStep> columns = panels;
-    Ask ahead = asked;
+    Ask ahead = aside;
     const char* x = from.x;
     for (long at = 0, end = runs * run; at < end; at += run, x += from.run) {
         tile_load<6>(columns.at[0] + at, kStep);
@@ -122,8 +165,8 @@ NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep>& p
             Product::template multiply<3, 5, 7>();
             ahead.template ask<R * P>(3, columns.at, at);
         }
+        ahead.end_run();
     }
-    asked = ahead;
     tile_store<0>(sum, stride);
     if constexpr (P > 1) tile_store<1>(sum + kRowBytes, stride);
     if constexpr (R > 1) tile_store<2>(sum + kTileSide * stride, stride);
@@ -133,12 +176,12 @@ NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep>& p
 // Up to kPairRows rows, in registers that have the shape for them.
 template <class Product, int P, long kStep, class Ask>
 INLINE void multiply_rows(TileRegisters& registers, const TileRows& rows, long count, const TilePanels<P, kStep>& panels, long runs, bool is_first,
-                          void* sums, Ask& ask) {
+                          void* sums, const Ask& aside) {
     registers.shape(count, [&](int i) { return linear_shape(i, count); });
     if (count > kTileSide) {
-        multiply_tiles<2, Product>(rows, panels, runs, is_first, sums, ask);
+        multiply_tiles<2, Product>(rows, panels, runs, is_first, sums, aside);
     } else {
-        multiply_tiles<1, Product>(rows, panels, runs, is_first, sums, ask);
+        multiply_tiles<1, Product>(rows, panels, runs, is_first, sums, aside);
     }
 }
 
@@ -148,34 +191,23 @@ struct TileOutput {
     Output<Bf16> output;
     bool passes_by;
 
-    // sums [count][P][16] of rows from `row` on.
+    // Sums [count][P][16] of rows from `row` on: written, or given to `results`, which is then to be finished.
     template <int P>
-    INLINE void write(long row, long panel, const float* sums, long count) const {
+    INLINE void write(long row, long panel, const float* sums, long count, Results& results) const {
         const long column = panel * kLanes, at[2] = {panel, panel + 1};
-        if (P == 1 || column + 2 * kLanes > args.n || args.bias != nullptr) return output.write_sums(row, at, sums, count, P);
-        const long first = (output.first_row + row) * args.n + column;
-        if (args.out_dtype == kFloat32 || args.out_dtype == kRounded) return write_floats((float*)output.y + first, sums, count);
-        // The same in few instructions, since the multiplication waits for them. (The tiles hold no subnormal numbers.)
-        Bf16* to = (Bf16*)output.y + first;
-        for (long m = 0; m < count; m++, to += args.n, sums += 2 * kLanes) {
-            const __m512 low = (load(sums) + zero()).p[0], high = (load(sums + kLanes) + zero()).p[0];
-            const __mmask32 nan = _mm512_kunpackw(_mm512_cmpunord_ps_mask(high, high), _mm512_cmpunord_ps_mask(low, low));
-            const __m512i line = _mm512_mask_set1_epi16((__m512i)_mm512_cvtne2ps_pbh(high, low), nan, 0x7fc0);
-            write_line(to, line);
-        }
+        if (P == 1 || column + 2 * kLanes > args.n) return output.write_sums(row, at, sums, count, P);
+        const bool is_wide = args.out_dtype == kFloat32 || args.out_dtype == kRounded;
+        const long bytes = is_wide ? sizeof(float) : sizeof(Bf16);
+        results = {sums, (char*)output.y + ((output.first_row + row) * args.n + column) * bytes, count, args.n * bytes, args.out_dtype, passes_by, {}};
+        for (int p = 0; p < 2; p++) results.bias[p] = args.bias == nullptr ? zero() : load(args.bias + column + p * kLanes);
     }
 
-    NOINLINE void write_floats(float* to, const float* sums, long count) const {
-        for (long m = 0; m < count; m++, to += args.n, sums += 2 * kLanes) {
-            const Vec low = load(sums) + zero(), high = load(sums + kLanes) + zero();
-            const bool is_rounded = args.out_dtype == kRounded;
-            write_line(to, (__m512i)(is_rounded ? round_bf16(low) : low).p[0]);
-            write_line(to + kLanes, (__m512i)(is_rounded ? round_bf16(high) : high).p[0]);
-        }
-    }
-
-    INLINE void write_line(void* to, const __m512i& line) const {
-        passes_by ? _mm512_stream_si512((__m512i*)to, line) : _mm512_storeu_si512(to, line);
+    // The same, at once.
+    template <int P>
+    NOINLINE void write_now(long row, long panel, const float* sums, long count) const {
+        Results results{};
+        write<P>(row, panel, sums, count, results);
+        results.write(count);
     }
 
     // Results that pass by are in no order with what tells other threads that they are there.
@@ -184,66 +216,96 @@ struct TileOutput {
     }
 };
 
-// Sums that are complete: rows [row, row + count) of `panels` panels.
-struct Finished {
-    const float* sums;
-    long row, count, panel, panels;
+// Columns [begin, end) of the rows.
+struct Stretch {
+    long begin, end;
+
+    INLINE long runs() const { return (end - begin) / kRunDepth; }
 };
 
+// Rows times pairs of panels. Where they are too deep for the second cache they are cut into stretches: all pairs over the first one,
+// then over the next, and sums are kept that long. It makes no difference to any bit: a sum goes through the same registers' width.
 struct TiledLinear {
     const LinearArguments& args;
     TileRows rows;
     long num_rows;
     TileOutput output;
 
-    const char* panel_at(long panel) const { return (const char*)args.packed + panel * args.k * kLanes * sizeof(Bf16); }
+    INLINE long num_pairs() const { return ceil_div(args.n, 2 * kLanes); }
+    INLINE long panel_bytes() const { return args.k * kLanes * (long)sizeof(Bf16); }
+    INLINE const char* panel_at(long panel, long k) const { return (const char*)args.packed + panel * panel_bytes() + k * kLanes * sizeof(Bf16); }
+    INLINE long pair_sums() const { return round_up(num_rows, kPairRows) * 2 * kLanes; }
 
-    // All rows over panels [begin, end).
-    void run(long begin, long end) const {
+    void run(long threads) const {
+        const long numbers = num_rows * args.k, stretches = num_rows > kPairRows ? ceil_div(numbers, kStretchNumbers) : 1;
+        if (stretches == 1) return run_stretch({0, args.k}, 0, num_pairs(), nullptr, threads);
         static thread_local Scratch scratch;
-        const long size = round_up(num_rows, kPairRows) * 2 * kLanes;
-        float* sums = scratch.get<float>(2 * size);
-        TileRegisters registers;
-        Finished finished{};
-        long panel = begin;
-        for (; panel + 2 <= end; panel += 2) sweep<2>(panel, end, sums + (panel - begin) / 2 % 2 * size, registers, finished);
-        if (panel < end) sweep<1>(panel, end, sums + (panel - begin) / 2 % 2 * size, registers, finished);
-        write(finished);
-        output.finish();
-    }
-
-    template <int P>
-    void sweep(long panel, long end, float* sums, TileRegisters& registers, Finished& finished) const {
-        const long blocks = ceil_div(num_rows, kPairRows);
-        if (blocks == 1) {
-            AskAhead ahead{args.k * kLanes * (long)sizeof(Bf16)};
-            sweep<P>(panel, args.k, sums, registers, finished, ahead);
-        } else {
-            AskNext next{panel_at(panel + P < end ? panel + P : panel), ceil_div(P * kTileSide, blocks)};
-            sweep<P>(panel, kBlockDepth, sums, registers, finished, next);
-        }
-    }
-
-    // A block is written out when the next one has been multiplied: who reads what a tile has just stored waits for it long.
-    template <int P, class Ask>
-    INLINE void sweep(long panel, long depth, float* sums, TileRegisters& registers, Finished& finished, Ask& ask) const {
-        for (long k = 0; k < args.k; k += depth) {
-            const long runs = smaller(depth, args.k - k) / kRunDepth;
-            TilePanels<P, kRowBytes> panels;
-            for (int p = 0; p < P; p++) panels.at[p] = panel_at(panel + p) + k * kLanes * sizeof(Bf16);
-            for (long row = 0; row < num_rows; row += kPairRows) {
-                const long count = smaller(kPairRows, num_rows - row);
-                float* to = sums + row * P * kLanes;
-                multiply_rows<Bf16Product>(registers, rows.from(row, k / kRunDepth), count, panels, runs, k == 0, to, ask);
-                write(finished);
-                finished = k + depth >= args.k ? Finished{to, row, count, panel, P} : Finished{};
+        const long depth = round_up(ceil_div(args.k, stretches), kBlockDepth), some = clamp(threads * kKeptSums / pair_sums(), 1, num_pairs());
+        float* kept = scratch.get<float>(some * pair_sums());
+        for (long pair = 0; pair < num_pairs(); pair += some) {
+            for (long k = 0; k < args.k; k += depth) {
+                run_stretch({k, smaller(args.k, k + depth)}, pair, smaller(some, num_pairs() - pair), kept, threads);
             }
         }
     }
 
-    INLINE void write(const Finished& it) const {
-        if (it.panels == 2) output.write<2>(it.row, it.panel, it.sums, it.count);
-        if (it.panels == 1) output.write<1>(it.row, it.panel, it.sums, it.count);
+    // All rows over a stretch of pairs [first, first + count), whose sums are in `kept` if they are more than this.
+    void run_stretch(const Stretch& k, long first, long count, float* kept, long threads) const {
+        const double work = (double)num_rows * count * 2 * kLanes * (k.end - k.begin);
+        parallel_shares(count, work, threads, [&](Shares& shares) {
+            static thread_local Scratch scratch;
+            float* own = kept == nullptr ? scratch.get<float>(2 * pair_sums()) : nullptr;
+            TileRegisters registers;
+            Results results{};
+            long turn = 0;
+            for (long i; (i = shares.take()) >= 0; turn = 1 - turn) {
+                float* sums = kept == nullptr ? own + turn * pair_sums() : kept + i * pair_sums();
+                const long after = shares.after(i);
+                const char* next = after >= 0                ? panel_at(2 * (first + after), k.begin)
+                                   : k.end < args.k ? panel_at(2 * (first + shares.first()), k.end)
+                                                    : nullptr;
+                const long panel = 2 * (first + i);
+                (panel + 1) * kLanes < args.n ? sweep<2>(panel, k, next, sums, registers, results) : sweep<1>(panel, k, next, sums, registers, results);
+            }
+            results.write(num_rows);
+            output.finish();
+        });
+    }
+
+    // The results of the pair before are written meanwhile.
+    template <int P>
+    void sweep(long panel, const Stretch& k, const char* next, float* sums, TileRegisters& registers, Results& results) const {
+        const long blocks = ceil_div(num_rows, kPairRows);
+        const WriteBehind behind{results, ceil_div(num_rows, k.runs() * blocks)};
+        if (blocks == 1) {
+            multiply_rows<Bf16Product>(registers, rows.from(0, 0), num_rows, panels_at<P>(panel, 0), k.runs(), true, sums,
+                                       AskAhead{behind, panel_bytes()});
+        } else {
+            sweep_blocks<P>(panel, k, next, sums, registers, behind);
+        }
+        results.write(num_rows);
+        if (k.end == args.k) output.write<P>(0, panel, sums, num_rows, results);
+    }
+
+    template <int P>
+    void sweep_blocks(long panel, const Stretch& k, const char* next, float* sums, TileRegisters& registers, const WriteBehind& behind) const {
+        const long panel_lines = k.runs() * kTileSide, lines = next == nullptr ? 0 : ceil_div(P * kTileSide, ceil_div(num_rows, kPairRows));
+        long asked = 0;  // of the next pair's lines
+        for (long at = k.begin; at < k.end; at += kBlockDepth) {
+            const long runs = smaller(kBlockDepth, k.end - at) / kRunDepth;
+            for (long row = 0; row < num_rows; row += kPairRows, asked += runs * lines) {
+                const AskNext ask{behind, next + asked / panel_lines * panel_bytes() + asked % panel_lines * kRowBytes, lines};
+                multiply_rows<Bf16Product>(registers, rows.from(row, at / kRunDepth), smaller(kPairRows, num_rows - row), panels_at<P>(panel, at), runs,
+                                           at == 0, sums + row * P * kLanes, ask);
+            }
+        }
+    }
+
+    template <int P>
+    INLINE TilePanels<P, kRowBytes> panels_at(long panel, long k) const {
+        TilePanels<P, kRowBytes> panels;
+        for (int p = 0; p < P; p++) panels.at[p] = panel_at(panel + p, k);
+        return panels;
     }
 };
 
@@ -266,10 +328,9 @@ INLINE bool may_pass_by(const LinearArguments& args, const void* y) {
     return args.n * args.k * (long)sizeof(Bf16) > kPassedBytes && (uintptr_t)y % kRowBytes == 0 && args.n % (2 * kLanes) == 0;
 }
 
-// Calls body(first, count) for rows that pass by a panel together, of `bytes` each.
+// Calls body(first, count) for rows that pass by a panel together, `most` of them.
 template <class Body>
-INLINE void for_each_pass(long m, long bytes, const Body& body) {
-    const long most = clamp(kPassNumbers * (long)sizeof(Bf16) / bytes / kPairRows * kPairRows, 2 * kPairRows, 2 * kTileRows);
+INLINE void for_each_pass(long m, long most, const Body& body) {
     const long passes = larger(1, ceil_div(m, most)), pass = round_up(ceil_div(m, passes), kPairRows);  // all of about the same size
     for (long first = 0; first < m; first += pass) body(first, smaller(pass, m - first));
 }
@@ -277,13 +338,10 @@ INLINE void for_each_pass(long m, long bytes, const Body& body) {
 INLINE bool tiled_linear(const LinearArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
     static thread_local Scratch scratch;
     if (args.k == 0 || args.k % kRunDepth != 0) return false;
-    const long bytes = args.k * sizeof(Bf16), panels = ceil_div(args.n, kLanes);
-    for_each_pass(m, bytes, [&](long first, long count) {
+    const long bytes = args.k * sizeof(Bf16);
+    for_each_pass(m, kPassRows, [&](long first, long count) {
         const TileRows rows = rows_as_tiles(x + first * x_stride, x_stride * sizeof(Bf16), count, bytes, scratch, threads);
-        const TiledLinear tile{args, rows, count, {args, {args, y, first}, may_pass_by(args, y)}};
-        parallel_ranges(ceil_div(panels, 2), kGroupPanels / 2, (double)count * args.n * args.k, threads, [&](long begin, long end) {
-            tile.run(2 * begin, smaller(panels, 2 * end));
-        });
+        TiledLinear{args, rows, count, {args, {args, y, first}, may_pass_by(args, y)}}.run(threads);
     });
     return true;
 }

@@ -145,9 +145,8 @@ struct TiledQuantized {
             for (long row = 0; row < num_rows; row += kPairRows) {
                 const long count = smaller(kPairRows, num_rows - row);
                 char* to = sums + piece.group % 2 * size + row * P * kRowBytes;
-                AskNothing nothing;
                 multiply_rows<typename Panels::Product>(registers, rows.from(row, k / Panels::kDepth), count, tiles,
-                                                        piece.count / Panels::kDepth, piece.is_first, to, nothing);
+                                                        piece.count / Panels::kDepth, piece.is_first, to, AskNothing{});
                 add(finished);
                 finished = GroupSums<P>{to, totals + row * P * kLanes, row, piece.is_last ? count : 0, piece.group, {}};
                 if (piece.is_last) get_scales(panel, finished);
@@ -158,7 +157,7 @@ struct TiledQuantized {
         }
         add(finished);
         for (long row = 0; row < num_rows; row += kPairRows) {
-            output.template write<P>(row, panel, totals + row * P * kLanes, smaller(kPairRows, num_rows - row));
+            output.template write_now<P>(row, panel, totals + row * P * kLanes, smaller(kPairRows, num_rows - row));
         }
     }
 
@@ -195,6 +194,11 @@ INLINE bool has_runs(const QuantizedArguments& args, long depth) {
     return args.layer.k > 0 && args.layer.k % depth == 0 && (args.group % depth == 0 || args.group >= args.layer.k);
 }
 
+// Rows of so many bytes that stay in the second cache.
+INLINE long rows_to_pass(long bytes) {
+    return clamp(kPassNumbers * (long)sizeof(Bf16) / bytes / kPairRows * kPairRows, 2 * kPairRows, kPassRows);
+}
+
 template <class Columns>
 void multiply_widened(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
     static thread_local Scratch scratch;
@@ -202,7 +206,7 @@ void multiply_widened(const QuantizedArguments& args, const Bf16* x, long x_stri
     const Records<IntegerDotPanel<Columns>> records(args);
     const WidenedPanels<Columns> panels{records, (const uint8_t*)layer.packed};
     const long bytes = layer.k * sizeof(Bf16);
-    for_each_pass(m, bytes, [&](long first, long count) {
+    for_each_pass(m, rows_to_pass(bytes), [&](long first, long count) {
         const TileRows rows = rows_as_tiles(x + first * x_stride, x_stride * sizeof(Bf16), count, bytes, scratch, threads);
         const TileOutput output{layer, {layer, y, first}, may_pass_by(layer, y)};
         run_panels(TiledQuantized<WidenedPanels<Columns>, PlainSums>{args, panels, rows, count, output, {}}, layer, threads);
@@ -228,7 +232,7 @@ INLINE bool tiled_rounded(const QuantizedArguments& args, const RoundedRows& int
     const LinearArguments& layer = args.layer;
     const Records<RoundedPanel> records(args);
     const IntegerPanels panels{records, (const uint8_t*)layer.packed};
-    for_each_pass(m, layer.k, [&](long first, long count) {
+    for_each_pass(m, rows_to_pass(layer.k), [&](long first, long count) {
         const TileRows rows = rows_as_tiles(integers.integers + first * integers.width, integers.width, count, layer.k, scratch, threads);
         const TileOutput output{layer, {layer, y, first}, may_pass_by(layer, y)};
         run_panels(TiledQuantized<IntegerPanels, RoundedSums>{args, panels, rows, count, output, {integers, first}}, layer, threads);

@@ -140,10 +140,12 @@ INLINE Part part_widen_bf16(PartHalf h) {
 }
 
 // x rounded to bf16, as part_round_bf16 does it. The instruction takes subnormal numbers for zero, and keeps what NaN holds.
+#if defined(__AVX512BF16__)
+constexpr int kUnusual = 0x01 | 0x20 | 0x80;  // classes of numbers: quiet NaN, subnormal, signaling NaN
+#endif
 INLINE PartHalf part_to_bf16(Part x) {
 #if defined(__AVX512BF16__)
-    constexpr int kQuietNan = 0x01, kSubnormal = 0x20, kSignalingNan = 0x80;
-    if (__builtin_expect(_mm512_fpclass_ps_mask(x, kQuietNan | kSubnormal | kSignalingNan) == 0, true)) {
+    if (__builtin_expect(_mm512_fpclass_ps_mask(x, kUnusual) == 0, true)) {
         return (PartHalf)_mm512_cvtneps_pbh(x);
     }
 #endif
@@ -344,5 +346,43 @@ INLINE Vec tanh(const Vec& x) { return splat(1.0f) - splat(2.0f) / (exp(x + x) +
 INLINE Vec rounded(const Vec& x, const float*) { return x; }
 INLINE Vec rounded(const Vec& x, const Bf16*) { return round_bf16(x); }
 INLINE Vec rounded(const Vec& x, const Fp16*) { VEC_MAP(part_widen(part_narrow(x.p[i]))); }
+
+#if defined(__AVX512BF16__)
+// Whether part_to_bf16 takes one instruction for each.
+template <int N>
+INLINE bool are_usual(const Vec (&a)[N]) {
+    __mmask16 unusual = 0;
+    UNROLL for (int i = 0; i < N; i++) unusual |= _mm512_fpclass_ps_mask(a[i].p[0], kUnusual);
+    return __builtin_expect(unusual == 0, true);
+}
+#endif
+
+// Each of them, as `rounded` and `store` have it.
+template <class T, int N>
+INLINE void round_all(Vec (&a)[N], const T* type) {
+    UNROLL for (int i = 0; i < N; i++) a[i] = rounded(a[i], type);
+}
+template <class T, int N>
+INLINE void store_all(T* x, const Vec (&a)[N]) {
+    UNROLL for (int i = 0; i < N; i++) store(x + i * kLanes, a[i]);
+}
+#if defined(__AVX512BF16__)
+template <int N>
+INLINE void round_all(Vec (&a)[N], const Bf16*) {
+    if (are_usual(a)) {
+        UNROLL for (int i = 0; i < N; i++) a[i].p[0] = part_widen_bf16((PartHalf)_mm512_cvtneps_pbh(a[i].p[0]));
+    } else {
+        UNROLL for (int i = 0; i < N; i++) a[i].p[0] = (Part)part_round_bf16(a[i].p[0]);
+    }
+}
+template <int N>
+INLINE void store_all(Bf16* x, const Vec (&a)[N]) {
+    if (are_usual(a)) {
+        UNROLL for (int i = 0; i < N; i++) *(PartHalfLoad*)(x + i * kLanes) = (PartHalf)_mm512_cvtneps_pbh(a[i].p[0]);
+    } else {
+        UNROLL for (int i = 0; i < N; i++) store(x + i * kLanes, a[i]);
+    }
+}
+#endif
 
 }  // namespace

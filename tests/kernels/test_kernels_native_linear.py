@@ -36,16 +36,16 @@ def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(i
             assert same_bits(linear(x[:rows]), exact[:rows].to(dtype)), (n, k, rows)
 
 
-@pytest.mark.parametrize("depth", [300, 608])
+@pytest.mark.parametrize(("width", "depth"), [(200, 300), (200, 608), (500, 2080)])
 @pytest.mark.parametrize("isa", ISAS)
-def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(isa: str, depth: int) -> None:
-    weight, x = torch.randn(200, depth).bfloat16(), torch.randn(275, depth).bfloat16()
+def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(isa: str, width: int, depth: int) -> None:
+    weight, x = torch.randn(width, depth).bfloat16(), torch.randn(275, depth).bfloat16()
     linear = CpuBackend(isa).pack_linear(weight)
     whole = linear(x)
     assert relative_error(whole, x.double() @ weight.double().T) < TOLERANCE[torch.bfloat16]
     for row in (0, 95, 96, 191, 192, 249, 255, 256, 274):
         assert same_bits(linear(x[row : row + 1])[0], whole[row])
-    for rows in (16, 17, 32, 33, 48, 50, 256):
+    for rows in (16, 17, 21, 32, 33, 48, 50, 256):
         assert same_bits(linear(x[:rows]), whole[:rows])
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata
 from kernels.cpu_backend import CpuBackend
-from tests.kernels.native_cases import CPU, ISAS, same_bits
+from tests.kernels.native_cases import CPU, ISAS
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage0]
 
@@ -44,57 +47,104 @@ def test_a_program_when_it_stops_in_the_middle_then_it_has_told_of_what_ended_be
     assert program.num_done == 4 + 2
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@dataclass(frozen=True)
+class HeadCase:
+    """What lies between a projection and attention."""
+
+    dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype | None = None
+    has_norms: bool = True
+    weight_offset: float = 0.0
+    in_order: bool = True  # whether tokens lie in the cache one behind the other, from the middle of a panel on
+
+    def slots(self, tokens: int, generator: torch.Generator) -> Tensor:
+        """Where tokens go; -1: nowhere."""
+        slots = torch.arange(tokens) + 13 if self.in_order else torch.randperm(tokens, generator=generator)
+        slots[7], slots[100:103] = -1, -1
+        slots[200:] += 31
+        return slots
+
+
+HEAD_CASES = (
+    HeadCase(),
+    HeadCase(in_order=False),
+    HeadCase(dim=64, weight_offset=1.0),
+    HeadCase(dim=256, has_norms=False),
+    HeadCase(dim=16),
+    HeadCase(dtype=torch.float32),
+    HeadCase(dtype=torch.float16),
+    HeadCase(cache_dtype=torch.int8),
+    HeadCase(dim=64, dtype=torch.float32, cache_dtype=torch.int8, has_norms=False),
+)
+
+
+@pytest.mark.parametrize("case", HEAD_CASES, ids=str)
 @pytest.mark.parametrize("isa", ISAS)
 def test_operations_on_single_tokens_when_recorded_one_after_the_other_then_the_bits_of_each_by_itself(
-    isa: str, threads: int
+    isa: str, case: HeadCase
 ) -> None:
-    backend, tokens, heads, kv_heads, dim, dtype = CpuBackend(isa), 530, 4, 2, 16, torch.bfloat16
+    backend, tokens, heads, kv_heads, dim, dtype = CpuBackend(isa), 330, 4, 2, case.dim, case.dtype
     generator = torch.Generator().manual_seed(0)
     width = (heads + 2 * kv_heads) * dim
     qkv = torch.randn(tokens, width, generator=generator).to(dtype)
+    qkv[3, 5], qkv[4, 2 * dim + 1], qkv[5, heads * dim], qkv[6] = math.nan, 1e-39, math.inf, 1e-30
     residual = torch.randn(tokens, width, generator=generator).to(dtype)
-    weight, head_weight = (torch.randn(n, generator=generator).to(dtype) for n in (width, dim))
+    residual[6] = 0.0
+    weight, *norms = (torch.randn(n, generator=generator).to(dtype) for n in (width, dim, dim))
     cos_sin = torch.randn(tokens, 2, dim // 2, generator=generator)
-    positions, slots = (torch.randperm(tokens, generator=generator) for _ in range(2))
-    slots[7] = -1
+    positions, slots = torch.randperm(tokens, generator=generator), case.slots(tokens, generator)
 
     def parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = x.view(-1, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), 1)
         return query, key, value
 
     def caches() -> tuple[Tensor, Tensor]:
-        return backend.allocate_kv_cache(34, 16, kv_heads, dim, dtype, CPU)
-
-    program, recorded_caches, expected_caches = backend.program(tokens + 5, dtype), caches(), caches()
-    assert program is not None
-    buffer, sums = program.buffer("qkv", width), program.buffer("sums", width)
-    query, key, value = parts(buffer)
-    program.add_rms_norm(buffer, sums, weight, buffer, 1e-6, 0.0)
-    program.rms_norm(query, head_weight, query, 1e-6, 0.0)
-    program.rms_norm(key, head_weight, key, 1e-6, 0.0)
-    program.rotary(query, key, cos_sin)
-    program.store_kv(key, value, *recorded_caches)
-    program.act_mul(buffer, "silu", program.buffer("half", width // 2))
-    buffer[:tokens], sums[:tokens] = qkv, residual
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        program.run(positions, slots, metadata(tokens))
-    finally:
-        torch.set_num_threads(before)
+        found = backend.allocate_kv_cache(24, 16, kv_heads, dim, dtype, CPU, case.cache_dtype)
+        for cache in found:
+            cache.fill_(3)
+        return found
 
     expected, expected_sums = backend.add_rms_norm(qkv, residual, weight, 1e-6)
+    expected_half, expected_caches = backend.act_mul(expected, "silu"), caches()
     query, key, value = parts(expected)
-    query.copy_(backend.rms_norm(query.reshape(-1, dim), head_weight, 1e-6).view_as(query))
-    key.copy_(backend.rms_norm(key.reshape(-1, dim), head_weight, 1e-6).view_as(key))
+    for x, norm in zip((query, key), norms, strict=True):
+        if case.has_norms:
+            x.copy_(backend.rms_norm(x.reshape(-1, dim), norm, 1e-6, case.weight_offset).view_as(x))
     backend.rotary(query, key, positions, cos_sin)
     backend.store_kv(key, value, *expected_caches, slots)
-    assert same_bits(buffer[:tokens], expected)
-    assert same_bits(sums[:tokens], expected_sums)
-    assert same_bits(program.buffer("half", width // 2)[:tokens], backend.act_mul(expected, "silu"))
-    for recorded, by_itself in zip(recorded_caches, expected_caches, strict=True):
-        assert same_bits(recorded, by_itself)
+
+    for threads in (1, 2):
+        program, recorded_caches = backend.program(tokens + 5, dtype), caches()
+        assert program is not None
+        buffer, sums, half = (program.buffer(*of) for of in (("qkv", width), ("sums", width), ("half", width // 2)))
+        views = parts(buffer)
+        program.add_rms_norm(buffer, sums, weight, buffer, 1e-6, 0.0)
+        program.act_mul(buffer, "silu", half)
+        for x, norm in zip(views[:2], norms, strict=True):
+            if case.has_norms:
+                program.rms_norm(x, norm, x, 1e-6, case.weight_offset)
+        program.rotary(*views[:2], cos_sin)
+        program.store_kv(*views[1:], *recorded_caches)
+        buffer[:tokens], sums[:tokens] = qkv, residual
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for begin, end in ((0, 1), (1, 3), (3, 20), (20, tokens)):
+                program.run(positions[begin:end], slots[begin:end], metadata(end - begin))
+                assert bits_of(views[0][: end - begin]).equal(bits_of(query[begin:end]))
+                assert bits_of(sums[: end - begin]).equal(bits_of(expected_sums[begin:end]))
+                assert bits_of(half[: end - begin]).equal(bits_of(expected_half[begin:end]))
+                buffer[: tokens - end], sums[: tokens - end] = qkv[end:], residual[end:]
+        finally:
+            torch.set_num_threads(before)
+        for recorded, by_itself in zip(recorded_caches, expected_caches, strict=True):
+            assert bits_of(recorded).equal(bits_of(by_itself))
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The same memory as integers: NaN and the sign of zero count as well."""
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def test_wrong_indices_when_several_operations_meet_them_then_the_first_one_is_told() -> None:
