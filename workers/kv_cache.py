@@ -20,7 +20,7 @@ from workers.models.base import CausalLM, KvCaches
 
 _CACHE_DTYPES = {"auto": None, "int8": torch.int8}  # as `KernelBackend.allocate_kv_cache` takes them
 _LEFT_FREE = 512 * MIB  # for others, when a cache's memory is taken before it is used
-_AHEAD_BYTES = 128 * MIB  # taken beyond what was used, of a cache whose size nobody gave
+_AHEAD_BYTES = 128 * MIB  # always taken beyond what was used
 _MAX_CPU_SHARE = 4096 * MIB  # default ceiling of the KV caches of all ranks on a CPU host
 
 
@@ -59,8 +59,8 @@ class KVCache:
         if self.layers[0][0].device.type == "cpu" and self._memory is None:
             tensors = [cache for layer in self.layers for cache in layer]
             block_bytes = sum(tensor.nbytes for tensor in tensors) // self.num_blocks
-            ahead = None if whole else max(_AHEAD_BYTES // block_bytes, 1)
-            self._memory = CacheMemory(tensors, ahead, lambda: _available_host_memory() - _LEFT_FREE)
+            ahead = max(_AHEAD_BYTES // block_bytes, 1)
+            self._memory = CacheMemory(tensors, ahead, lambda: _available_host_memory() - _LEFT_FREE, is_whole=whole)
             self._memory.start()
             weakref.finalize(self, self._memory.close)  # its thread holds the tensors, and would for ever
 
@@ -76,7 +76,7 @@ class KVCache:
             yield
             return
         lists = [row.block_ids for row in plan.new_rows] + [new.block_ids for new in plan.new_blocks]
-        self._memory.step_begins(block for block_ids in lists for block in block_ids)
+        self._memory.step_begins((block for block_ids in lists for block in block_ids), sum(plan.num_new_tokens))
         try:
             yield
         finally:

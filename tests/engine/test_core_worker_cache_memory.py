@@ -21,6 +21,7 @@ from workers.kv_cache import KVCache
 BLOCK = 1 << 20
 NUM_BLOCKS = 32
 MUCH = 1 << 40
+MANY = 100  # tokens of a step
 
 
 def tensors() -> list[Tensor]:
@@ -47,12 +48,12 @@ class Looks(threading.Event):
         return found
 
 
-@pytest.mark.parametrize(("ahead", "is_in_step"), [(NUM_BLOCKS, False), (None, False), (None, True)])
-def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(ahead: int | None, is_in_step: bool) -> None:
+@pytest.mark.parametrize(("ahead", "num_tokens"), [(NUM_BLOCKS, 0), (NUM_BLOCKS, MANY), (4, 0), (4, 1)])
+def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(ahead: int, num_tokens: int) -> None:
     cache = tensors()
-    memory = CacheMemory(cache, ahead, lambda: MUCH)
-    if is_in_step:
-        memory.step_begins([])
+    memory = CacheMemory(cache, ahead, lambda: MUCH, is_whole=ahead < NUM_BLOCKS)
+    if num_tokens:
+        memory.step_begins([], num_tokens)
 
     def take() -> None:
         memory.start()
@@ -62,22 +63,33 @@ def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(ahead: int | None,
     assert not any(bool(tensor.any()) for tensor in cache)
 
 
-def test_given_a_step_that_runs_when_memory_is_wanted_then_none_is_taken_before_it_has_ended(
+def test_given_a_step_that_runs_when_memory_is_wanted_then_only_what_is_soon_used_is_taken_before_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rooms: list[int] = []
+    asked = threading.Semaphore(0)
     looks: list[Looks] = []
     monkeypatch.setattr(module.threading, "Event", lambda: looks.append(Looks()) or looks[-1])
-    memory = CacheMemory(tensors(), NUM_BLOCKS, lambda: rooms.append(1) or MUCH)
+    memory = CacheMemory(tensors(), 4, lambda: asked.release() or MUCH, is_whole=True)
     monkeypatch.undo()
-    memory.step_begins([])
+
+    def assert_taken(count: int) -> None:
+        for _ in range(count):
+            assert asked.acquire(timeout=30)
+        while looks[1].looked.acquire(blocking=False):
+            pass
+        for _ in range(2):
+            assert looks[1].looked.acquire(timeout=30)
+        assert not asked.acquire(blocking=False)
+
+    memory.step_begins([], MANY)
     memory.start()
-    for _ in range(4):
-        assert looks[1].looked.acquire(timeout=30)
-    assert not rooms
+    assert_taken(4)  # two tensors, two blocks at a time
+    memory.step_begins([5], MANY)
+    assert_taken(6)  # up to block 10
     memory.step_ends()
+    for _ in range(NUM_BLOCKS - 10):
+        assert asked.acquire(timeout=30)
     memory._thread.join()
-    assert len(rooms) == NUM_BLOCKS  # two tensors, two blocks at a time
 
 
 def test_given_some_ahead_when_blocks_are_used_then_so_many_more_are_taken() -> None:
@@ -96,10 +108,10 @@ def test_given_some_ahead_when_blocks_are_used_then_so_many_more_are_taken() -> 
     try:
         assert rss_of(memory.start) == 0
         take(4)  # two pieces of both tensors
-        memory.step_begins([7, 3])
+        memory.step_begins([7, 3], 1)
         memory.step_ends()
         take(8)  # up to block 12
-        memory.step_begins([1])
+        memory.step_begins([1], 1)
         memory.step_ends()
         assert not asked.acquire(timeout=0)
     finally:
