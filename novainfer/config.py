@@ -66,8 +66,8 @@ class CacheConfig:
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory to use for weights, work space and KV.")
     kv_cache_memory_mib: int | None = option(
         None,
-        "Memory for the KV cache in MiB, taken at once; default on a CPU: a quarter of what is free, at most 4096, "
-        "taken as it is used.",
+        "Memory for the KV cache in MiB, on a CPU all taken in the first minutes; default on a CPU: a quarter of what "
+        "is free, at most 4096, taken as it is used.",
     )
     kv_cache_dtype: str = option(
         "auto",

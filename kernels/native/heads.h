@@ -1,5 +1,6 @@
 // The heads of tokens between the projection and attention in one pass: norms of queries and keys, rotary embedding, keys and values
-// into the cache. It takes sixteen tokens of one head, then of the next: so a panel of the cache is written once, in whole lines.
+// into the cache. It takes sixteen tokens of one head, then of the next: so what they have of a panel of the cache is written once, in
+// whole lines if they begin where it does.
 //
 // The bits are those of the operations one by one, each of which leaves its results in T (rowwise.h, kv_store.h).
 #pragma once
@@ -29,7 +30,7 @@ INLINE bool fits_a_pass(const HeadOperations& all) {
         return norm == nullptr || (norm->x == heads && norm->out == heads && norm->hidden == store.head_dim && stride == store.head_dim);
     };
     const bool has_width = store.head_dim == 64 || store.head_dim == 128 || store.head_dim == 256;
-    const bool has_keys = rotary.key == store.key && rotary.key_token_stride == store.key_token_stride &&
+    const bool has_keys = rotary.key == store.key && store.value != store.key && rotary.key_token_stride == store.key_token_stride &&
                           rotary.key_head_stride == store.key_head_stride && rotary.num_kv_heads == store.num_kv_heads;
     return has_width && has_keys && store.padded_dim == store.head_dim && 2 * rotary.half == store.head_dim &&
            is_norm_of(all.query_norm, rotary.query, rotary.query_head_stride) && is_norm_of(all.key_norm, rotary.key, rotary.key_head_stride);

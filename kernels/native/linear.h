@@ -141,13 +141,7 @@ struct LinearTile {
 
     template <int M, int N>
     INLINE void block(long row, long panel) const {
-        const Prefetch prefetch = {kNearBytes, kFarBytes, (N - 1) * panel_bytes()};
-        const bool is_stream = N == kStreamPanels;
-        if (row > 0) {
-            multiply<M, N>(row, panel, kNoPrefetch);  // the first rows have brought the panels into a cache
-        } else {
-            is_stream ? multiply<M, N>(row, panel, kStreamed) : multiply<M, N>(row, panel, prefetch);
-        }
+        multiply<M, N>(row, panel, row > 0 ? kNoPrefetch : kStreamed);  // the first rows have brought the panels into a cache
     }
 
     template <int M, int N, class Wanted>
@@ -200,7 +194,7 @@ struct ManyRows {
     template <int N>
     INLINE void sweep(long panel, const char* next) const {
         const long steps = ceil_div(tile.args.k, LinearTile<T>::Format::kPack), blocks = ceil_div(rows, kBlockRows);
-        const long bytes = next == nullptr ? 0 : ceil_div(N * tile.panel_bytes(), blocks * steps);  // for which each step asks
+        const long bytes = next == nullptr || steps == 0 ? 0 : ceil_div(N * tile.panel_bytes(), blocks * steps);  // for which a step asks
         Ahead<1, 2> ahead{{next == nullptr ? tile.panel_at(panel) : next}, bytes};
         for (long row = 0; row < rows; row += kBlockRows, ahead.at[0] += steps * bytes) {
             if (rows - row <= kBlockRows / 2) {

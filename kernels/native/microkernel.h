@@ -104,13 +104,12 @@ using Bf16Format = Bf16DotPanel;
 using Bf16Format = Bf16Panel;
 #endif
 
-// How many bytes ahead of their use panels are asked for: `near` for the first cache, `far` for the second. Near the end of a panel,
-// what lies far ahead is `skip` bytes further: the panels behind those that are read side by side.
+// How many bytes ahead of their use panels are asked for.
 struct Prefetch {
-    long near, far, skip;
+    long ahead;
 };
-constexpr Prefetch kNoPrefetch = {0, 0, 0};   // that is left to the processor
-constexpr Prefetch kStreamed = {8192, 0, 0};  // from memory, one stream from end to end, beside few rows: they leave it room
+constexpr Prefetch kNoPrefetch = {0};  // that is left to the processor
+constexpr Prefetch kStreamed = {8192};  // from memory, one stream from end to end, beside few rows: they leave it room
 constexpr long kNearBytes = 1024, kFarBytes = 8192;
 
 // acc[m][n] += sum over `steps` of x[m] * w[n], in order. x: Rows or SideRows; a panel's steps lie w_stride elements apart.
@@ -118,17 +117,11 @@ template <class Format, class Sum, int M, int N, class Operand>
 INLINE void accumulate(Sum (&acc)[M][N], const Operand& x, const typename Format::T* const (&w)[N], long w_stride, long steps,
                        const Prefetch prefetch = kNoPrefetch) {
     const long step_bytes = w_stride * (long)sizeof(typename Format::T);
-    long far = prefetch.far, stop = prefetch.skip > 0 ? larger(0, steps - far / step_bytes) : steps;
-    for (long k = 0;; stop = steps, far += prefetch.skip) {
-        for (; k < stop; k++) {
-            UNROLL for (int n = 0; n < N; n++) {
-                const char* at = (const char*)w[n] + k * step_bytes;
-                if (prefetch.far > 0) __builtin_prefetch(at + far, 0, 2);
-                if (prefetch.near > 0) __builtin_prefetch(at + prefetch.near, 0, 3);
-            }
-            Format::step(acc, x, k * Format::kPack, w, k * w_stride);
+    for (long k = 0; k < steps; k++) {
+        UNROLL for (int n = 0; n < N; n++) {
+            if (prefetch.ahead > 0) __builtin_prefetch((const char*)w[n] + k * step_bytes + prefetch.ahead, 0, 3);
         }
-        if (stop == steps) return;
+        Format::step(acc, x, k * Format::kPack, w, k * w_stride);
     }
 }
 

@@ -17,7 +17,7 @@ INLINE bool tiled_linear(const LinearArguments&, const T*, long, void*, long, lo
 constexpr long kPairRows = 2 * kTileSide;    // rows of a full block: two tiles
 constexpr long kBlockDepth = 256;            // of a block's rows and panels, which then fit the first cache
 constexpr long kPassedBytes = 1L << 20;      // of a layer's weights, which then wash its results out of the second cache
-constexpr long kPassNumbers = 3L << 18;      // of rows of integers that pass by a panel, so that they stay in the second cache
+constexpr long kPassNumbers = 3L << 18;      // of rows that pass by a quantised panel, so that they stay in the second cache
 constexpr long kPassRows = 512;              // that pass by a panel
 constexpr long kStretchNumbers = 1L << 19;   // of these rows: as deep as they stay in the second cache
 constexpr long kKeptSums = 1L << 17;         // that a thread keeps from one stretch of the depth to the next, in the second cache too
@@ -48,13 +48,17 @@ struct Results {
 
     INLINE void write(long rows) {
         for (long i = smaller(rows, left); i > 0; i--) {
-            const Vec low = load(sums) + bias[0], high = load(sums + kLanes) + bias[1];
+            Vec values[2] = {load(sums) + bias[0], load(sums + kLanes) + bias[1]};
             if (dtype == kFloat32 || dtype == kRounded) {
-                write_line(to, (__m512i)(dtype == kRounded ? round_bf16(low) : low).p[0]);
-                write_line(to + kRowBytes, (__m512i)(dtype == kRounded ? round_bf16(high) : high).p[0]);
-            } else {  // in few instructions, since tiles hold no subnormal numbers
-                const __mmask32 nan = _mm512_kunpackw(_mm512_cmpunord_ps_mask(high.p[0], high.p[0]), _mm512_cmpunord_ps_mask(low.p[0], low.p[0]));
-                write_line(to, _mm512_mask_set1_epi16((__m512i)_mm512_cvtne2ps_pbh(high.p[0], low.p[0]), nan, 0x7fc0));
+                if (dtype == kRounded) round_all(values, (const Bf16*)nullptr);
+                write_line(to, (__m512i)values[0].p[0]);
+                write_line(to + kRowBytes, (__m512i)values[1].p[0]);
+            } else if (are_usual(values)) {
+                write_line(to, (__m512i)_mm512_cvtne2ps_pbh(values[1].p[0], values[0].p[0]));
+            } else {
+                alignas(64) Bf16 line[2 * kLanes];
+                store_all(line, values);
+                write_line(to, _mm512_load_si512(line));
             }
             sums += 2 * kLanes;
             to += row_bytes;
@@ -67,7 +71,8 @@ struct Results {
     }
 };
 
-// What is done besides with each run, a part of it behind each product: all at once, tiles would wait for it.
+// What is done besides with each run: some results are written when it ends, and what comes next is asked for, a part behind each
+// product. All at once, tiles would wait for it.
 struct WriteBehind {
     Results& results;
     long rows;  // a run

@@ -23,7 +23,6 @@ class Launch:
     scheduler: Callable[[int, int], Sequence[str]]  # its epoch, that of the worker group -> command
     workers: Callable[[], WorkerGroup]  # not started; called in its own thread
     standbys: Mapping[str, str] = field(default_factory=dict)  # see `Standbys`
-    have_started: Callable[[], None] = lambda: None  # called once all processes run, and the ranks begin to load
 
 
 def standard_launch(config: ServeConfig, run_dir: RunDir) -> Launch:

@@ -21,7 +21,6 @@ import setproctitle
 from novainfer.checkpoint import check_model, resolve_checkpoint
 from novainfer.config import ServeConfig, check
 from novainfer.entrypoints.keys import seal_keys
-from novainfer.entrypoints.memory_ahead import MemoryAhead
 from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
 from novainfer.transport.addresses import RunDir, check_space, is_private, write_private
@@ -46,22 +45,21 @@ def serve_command(arguments: argparse.Namespace) -> int:
 def serve(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; 0 after an orderly end. Raises `ConfigError` before anything starts."""
     check(config)
-    model_folder = check_model(config.model)
+    check_model(config.model)
     if config.model.tokenizer is not None:
         resolve_checkpoint(config.model.tokenizer, revision=config.model.revision)
     with held_port(config) as config:
-        return _serve(seal_keys(config), model_folder)
+        return _serve(seal_keys(config))
 
 
-def _serve(config: ServeConfig, model_folder: Path) -> int:
+def _serve(config: ServeConfig) -> int:
     setproctitle.setproctitle("novainfer: supervisor")
     level = config.server.log_level.upper()
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s supervisor: %(message)s")
-    with run_directory(config) as run_dir, MemoryAhead(model_folder, config) as memory:
-        from novainfer.entrypoints.launch import standard_launch
+    with run_directory(config) as run_dir:
         from novainfer.entrypoints.supervisor import run_supervisor
 
-        return run_supervisor(config, run_dir, replace(standard_launch(config, run_dir), have_started=memory.end))
+        return run_supervisor(config, run_dir)
 
 
 @contextlib.contextmanager

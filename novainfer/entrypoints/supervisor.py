@@ -26,7 +26,7 @@ from novainfer.entrypoints.children import (
     send_signal,
 )
 from novainfer.entrypoints.fingerprints import Fingerprints
-from novainfer.entrypoints.launch import Launch
+from novainfer.entrypoints.launch import Launch, standard_launch
 from novainfer.entrypoints.notify import notify
 from novainfer.entrypoints.progress import StartProgress
 from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, hold_rank, kill_ranks
@@ -161,14 +161,14 @@ class Supervisor:
         if self._phase == Phase.SPAWNED and not self.table.behind(Phase.STARTED):
             self._phase = Phase.STARTED
             logger.info("all processes have started (%.1f s)", self._progress.seconds())
-            self._launch.have_started()
         if self._phase == Phase.STARTED and not self.table.behind(Phase.READY):
             self._phase = Phase.READY
             self._progress.announce(self._config, self.table.of(ROLE_GATEWAY)[0].port)
             self._prepare()
         if self._replacements.is_going_on and not self.table.behind(Phase.READY):
-            seconds = self._replacements.all_ready(time.monotonic())
-            logger.info("serving again after %.2f s (epoch %d)", seconds, self.epoch)
+            logger.info(
+                "serving again after %.2f s (epoch %d)", self._replacements.all_ready(time.monotonic()), self.epoch
+            )
             self._prepare()
 
     def _prepare(self) -> None:
@@ -391,9 +391,9 @@ class Supervisor:
         return self._stop_signals > 1
 
 
-def run_supervisor(config: ServeConfig, run_dir: RunDir, launch: Launch) -> int:
-    """Serve until a signal; returns the exit status."""
-    with Supervisor(config, run_dir, launch) as supervisor:
+def run_supervisor(config: ServeConfig, run_dir: RunDir) -> int:
+    """Serve with the real processes until a signal; returns the exit status."""
+    with Supervisor(config, run_dir, standard_launch(config, run_dir)) as supervisor:
         status = supervisor.run()
     sys.stdout.flush()
     return status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -48,8 +49,11 @@ class Looks(threading.Event):
         return found
 
 
-@pytest.mark.parametrize(("ahead", "num_tokens"), [(NUM_BLOCKS, 0), (NUM_BLOCKS, MANY), (4, 0), (4, 1)])
-def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(ahead: int, num_tokens: int) -> None:
+@pytest.mark.parametrize(("ahead", "num_tokens"), [(NUM_BLOCKS, 0), (NUM_BLOCKS, MANY), (4, 0), (4, 1), (4, MANY)])
+def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(
+    ahead: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_SECONDS", 0.001)  # that a step which does not end holds it up
     cache = tensors()
     memory = CacheMemory(cache, ahead, lambda: MUCH, is_whole=ahead < NUM_BLOCKS)
     if num_tokens:
@@ -66,11 +70,12 @@ def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(ahead: int, num_to
 def test_given_a_step_that_runs_when_memory_is_wanted_then_only_what_is_soon_used_is_taken_before_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(module, "_MOST_SECONDS", math.inf)
     asked = threading.Semaphore(0)
     looks: list[Looks] = []
-    monkeypatch.setattr(module.threading, "Event", lambda: looks.append(Looks()) or looks[-1])
-    memory = CacheMemory(tensors(), 4, lambda: asked.release() or MUCH, is_whole=True)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(module.threading, "Event", lambda: looks.append(Looks()) or looks[-1])
+        memory = CacheMemory(tensors(), 4, lambda: asked.release() or MUCH, is_whole=True)
 
     def assert_taken(count: int) -> None:
         for _ in range(count):

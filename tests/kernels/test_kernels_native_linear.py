@@ -36,12 +36,20 @@ def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(i
             assert same_bits(linear(x[:rows]), exact[:rows].to(dtype)), (n, k, rows)
 
 
-@pytest.mark.parametrize(("width", "depth"), [(200, 300), (200, 608), (500, 2080)])
+@pytest.mark.parametrize(("width", "depth"), [(200, 300), (200, 608), (1000, 2080)])
 @pytest.mark.parametrize("isa", ISAS)
 def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(isa: str, width: int, depth: int) -> None:
     weight, x = torch.randn(width, depth).bfloat16(), torch.randn(275, depth).bfloat16()
     linear = CpuBackend(isa).pack_linear(weight)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(linear(x))
+    finally:
+        torch.set_num_threads(before)
     whole = linear(x)
+    assert all(same_bits(one, whole) for one in found)
     assert relative_error(whole, x.double() @ weight.double().T) < TOLERANCE[torch.bfloat16]
     for row in (0, 95, 96, 191, 192, 249, 255, 256, 274):
         assert same_bits(linear(x[row : row + 1])[0], whole[row])
@@ -77,6 +85,16 @@ def test_no_bias_and_several_passes_when_multiplied_on_any_number_of_threads_the
     for number, one in enumerate(found):
         if number % 6 < 4:  # bit for bit, NaN and zeros as well
             assert torch.equal(one.view(torch.int16), found[0].view(torch.int16))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_sums_that_are_subnormal_when_written_then_rounded_like_torch(isa: str) -> None:
+    bias = torch.tensor([1e-39, -3e-39, 1e-40, 1.0] * 10).bfloat16()
+    linear = CpuBackend(isa).pack_linear(torch.zeros(40, 64).bfloat16(), bias)
+    for rows in (1, 9, 40):
+        x = torch.ones(rows, 64).bfloat16()
+        assert same_bits(linear(x), bias.expand(rows, -1).contiguous())
+        assert same_bits(linear.in_float32(x), bias.float().expand(rows, -1).contiguous())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

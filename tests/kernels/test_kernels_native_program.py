@@ -54,15 +54,18 @@ class HeadCase:
     dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype | None = None
-    has_norms: bool = True
+    num_norms: int = 2  # of queries, of keys
     weight_offset: float = 0.0
+    num_rotated: int | None = None  # numbers of a head; None: all
     in_order: bool = True  # whether tokens lie in the cache one behind the other, from the middle of a panel on
 
     def slots(self, tokens: int, generator: torch.Generator) -> Tensor:
         """Where tokens go; -1: nowhere."""
-        slots = torch.arange(tokens) + 13 if self.in_order else torch.randperm(tokens, generator=generator)
-        slots[7], slots[100:103] = -1, -1
+        slots = torch.arange(tokens) + 13
         slots[200:] += 31
+        if not self.in_order:
+            slots = slots[torch.randperm(tokens, generator=generator)]
+        slots[7], slots[100:103] = -1, -1
         return slots
 
 
@@ -70,12 +73,14 @@ HEAD_CASES = (
     HeadCase(),
     HeadCase(in_order=False),
     HeadCase(dim=64, weight_offset=1.0),
-    HeadCase(dim=256, has_norms=False),
+    HeadCase(dim=256, num_norms=0),
+    HeadCase(num_norms=1),
+    HeadCase(num_rotated=64),
     HeadCase(dim=16),
     HeadCase(dtype=torch.float32),
     HeadCase(dtype=torch.float16),
     HeadCase(cache_dtype=torch.int8),
-    HeadCase(dim=64, dtype=torch.float32, cache_dtype=torch.int8, has_norms=False),
+    HeadCase(dim=64, dtype=torch.float32, cache_dtype=torch.int8, num_norms=0),
 )
 
 
@@ -90,9 +95,9 @@ def test_operations_on_single_tokens_when_recorded_one_after_the_other_then_the_
     qkv = torch.randn(tokens, width, generator=generator).to(dtype)
     qkv[3, 5], qkv[4, 2 * dim + 1], qkv[5, heads * dim], qkv[6] = math.nan, 1e-39, math.inf, 1e-30
     residual = torch.randn(tokens, width, generator=generator).to(dtype)
-    residual[6] = 0.0
+    residual[4:7] = 0.0
     weight, *norms = (torch.randn(n, generator=generator).to(dtype) for n in (width, dim, dim))
-    cos_sin = torch.randn(tokens, 2, dim // 2, generator=generator)
+    cos_sin = torch.randn(tokens, 2, (case.num_rotated or dim) // 2, generator=generator)
     positions, slots = torch.randperm(tokens, generator=generator), case.slots(tokens, generator)
 
     def parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,9 +113,8 @@ def test_operations_on_single_tokens_when_recorded_one_after_the_other_then_the_
     expected, expected_sums = backend.add_rms_norm(qkv, residual, weight, 1e-6)
     expected_half, expected_caches = backend.act_mul(expected, "silu"), caches()
     query, key, value = parts(expected)
-    for x, norm in zip((query, key), norms, strict=True):
-        if case.has_norms:
-            x.copy_(backend.rms_norm(x.reshape(-1, dim), norm, 1e-6, case.weight_offset).view_as(x))
+    for x, norm in list(zip((query, key), norms, strict=True))[: case.num_norms]:
+        x.copy_(backend.rms_norm(x.reshape(-1, dim), norm, 1e-6, case.weight_offset).view_as(x))
     backend.rotary(query, key, positions, cos_sin)
     backend.store_kv(key, value, *expected_caches, slots)
 
@@ -121,9 +125,8 @@ def test_operations_on_single_tokens_when_recorded_one_after_the_other_then_the_
         views = parts(buffer)
         program.add_rms_norm(buffer, sums, weight, buffer, 1e-6, 0.0)
         program.act_mul(buffer, "silu", half)
-        for x, norm in zip(views[:2], norms, strict=True):
-            if case.has_norms:
-                program.rms_norm(x, norm, x, 1e-6, case.weight_offset)
+        for x, norm in list(zip(views[:2], norms, strict=True))[: case.num_norms]:
+            program.rms_norm(x, norm, x, 1e-6, case.weight_offset)
         program.rotary(*views[:2], cos_sin)
         program.store_kv(*views[1:], *recorded_caches)
         buffer[:tokens], sums[:tokens] = qkv, residual
@@ -147,15 +150,20 @@ def bits_of(x: Tensor) -> Tensor:
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
-def test_wrong_indices_when_several_operations_meet_them_then_the_first_one_is_told() -> None:
+@pytest.mark.parametrize("dim", [8, 64])
+def test_wrong_indices_when_several_operations_meet_them_then_the_first_one_is_told(dim: int) -> None:
     program = CpuBackend().program(CAPACITY, torch.float32)
     assert program is not None
-    query, key = (program.buffer(name, HEADS * DIM).view(CAPACITY, HEADS, DIM) for name in ("query", "key"))
-    caches = CpuBackend().allocate_kv_cache(1, 16, HEADS, DIM, torch.float32, CPU)
-    program.rotary(query, key, torch.randn(LONGEST, 2, DIM // 2))
-    program.store_kv(key, key, *caches)
+    query, key, value = (
+        program.buffer(name, HEADS * dim).zero_().view(CAPACITY, HEADS, dim) for name in ("query", "key", "value")
+    )
+    caches = CpuBackend().allocate_kv_cache(1, 16, HEADS, dim, torch.float32, CPU)
+    for x in (query, key):
+        program.rms_norm(x, torch.ones(dim), x, 1e-6, 0.0)
+    program.rotary(query, key, torch.randn(LONGEST, 2, dim // 2))
+    program.store_kv(key, value, *caches)
     good, bad = torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 0, 99])
-    for positions, slots, told in ((good, bad, 1), (bad, good, 0), (bad, bad.flip(0), 0)):
+    for positions, slots, told in ((good, bad, 3), (bad, good, 2), (bad, bad.flip(0), 2), (bad - 100, good, 2)):
         with pytest.raises(IndexError, match=f"operation {told}:"):
             program.run(positions, slots, metadata(4))
     program.run(good, torch.arange(4), metadata(4))
