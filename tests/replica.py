@@ -60,16 +60,16 @@ class ReplicaThread(ServingThread):
 
     def leave_behind(self, *requests: AddRequest, num_tokens: int = 0) -> None:
         """A gateway that sends these and dies, once so many tokens of each have come; return when they are orphans."""
-        dealer = connect_dealer(self._context, self.endpoint, b"gateway-lost")
-        for number, message in enumerate((Hello("lost"), *requests)):
-            dealer.send_multipart(Packet(1, number, message).frames())
-        counts = dict.fromkeys((request.request_id for request in requests), 0)
-        while min(counts.values()) < num_tokens:
-            said = Packet.of(dealer.recv_multipart()).message
-            for output in said.outputs if isinstance(said, OutputBatch) else []:
-                counts[output.request_id] += len(output.token_ids)
-        self.wait_for(lambda: all(self._is_known(request.request_id) for request in requests))
-        dealer.close(linger=0)
+        self.wait_for(lambda: self.replica._engine is not None)  # gateways send requests to an engine that is ready
+        with connect_dealer(self._context, self.endpoint, b"gateway-lost") as dealer:
+            for number, message in enumerate((Hello("lost"), *requests)):
+                dealer.send_multipart(Packet(1, number, message).frames())
+            counts = dict.fromkeys((request.request_id for request in requests), 0)
+            while min(counts.values()) < num_tokens:
+                said = Packet.of(dealer.recv_multipart()).message
+                for output in said.outputs if isinstance(said, OutputBatch) else []:
+                    counts[output.request_id] += len(output.token_ids)
+            self.wait_for(lambda: all(self._is_known(request.request_id) for request in requests))
         self.wait_for(lambda: len(self.replica._orphans) == len(requests))
 
     def _is_known(self, request_id: str) -> bool:
