@@ -42,7 +42,7 @@ INLINE void norm_head(const NormArguments& args, Vec (&x)[N]) {
     const T* weight = (const T*)args.weight;
     Vec squares = zero();
     UNROLL for (int i = 0; i < N; i++) squares = fma(x[i], x[i], squares);
-    const Vec scale = splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)args.hidden + args.eps));
+    const Vec scale = norm_scale(args, squares);
     UNROLL for (int i = 0; i < N; i++) x[i] = x[i] * scale;
     if (args.weight_offset == 0.0f) {
         round_all(x, weight);
@@ -183,22 +183,18 @@ struct HeadPass {
     INLINE void put(const HeadRun<T>& run, long head, long slot) const {
         using Stored = typename Cache::Format::T;
         const KvStoreArguments& store = all.store;
-        const long panel = (slot / store.block_size * store.num_kv_heads + head) * (store.block_size / kLanes) + slot % store.block_size / kLanes;
-        const long at = panel * panel_size<Cache>(store.padded_dim);
+        const long at = panel_of<Cache>(store, head, slot);
         run.put(Cache(), (Stored*)store.key_cache + at, (Stored*)store.value_cache + at);
     }
 };
 
-// Tokens [begin, end), a panel's worth after the other.
+// Tokens [begin, stop), at most kPassTokens.
 template <class T>
-void pass_heads(const HeadOperations& all, long begin, long end) {
-    for (long token = begin; token < end; token += kPassTokens) {
-        const long stop = smaller(end, token + kPassTokens);
-        switch (all.store.head_dim) {
-            case 64: HeadPass<T, 4>{all, token, stop}.run(); break;
-            case 128: HeadPass<T, 8>{all, token, stop}.run(); break;
-            default: HeadPass<T, 16>{all, token, stop}.run();
-        }
+void pass_heads(const HeadOperations& all, long begin, long stop) {
+    switch (all.store.head_dim) {
+        case 64: return HeadPass<T, 4>{all, begin, stop}.run();
+        case 128: return HeadPass<T, 8>{all, begin, stop}.run();
+        default: return HeadPass<T, 16>{all, begin, stop}.run();
     }
 }
 

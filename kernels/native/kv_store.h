@@ -86,19 +86,24 @@ INLINE void store_head(IntegerCache<T> cache, const KvStoreArguments& args, cons
     put_value<IntegerCache<T>>(integers, args.head_dim, value_panel + cache.kHeader, lane, args.padded_dim);
 }
 
+// Elements from the beginning of a cache to the panel of a slot.
+template <class Cache>
+INLINE long panel_of(const KvStoreArguments& args, long head, long slot) {
+    const long block = slot / args.block_size, offset = slot % args.block_size;
+    return ((block * args.num_kv_heads + head) * (args.block_size / kLanes) + offset / kLanes) * panel_size<Cache>(args.padded_dim);
+}
+
 template <class Cache>
 void store_token(const KvStoreArguments& args, long token) {
     using T = typename Cache::T;
     using Stored = typename Cache::Format::T;
     const long slot = args.slots[token];
     if (slot < 0) return;
-    const long block = slot / args.block_size, offset = slot % args.block_size;
     for (long head = 0; head < args.num_kv_heads; head++) {
         const T* key = (const T*)args.key + token * args.key_token_stride + head * args.key_head_stride;
         const T* value = (const T*)args.value + token * args.value_token_stride + head * args.value_head_stride;
-        const long panel = (block * args.num_kv_heads + head) * (args.block_size / kLanes) + offset / kLanes;
-        const long at = panel * panel_size<Cache>(args.padded_dim);
-        store_head(Cache(), args, key, value, (Stored*)args.key_cache + at, (Stored*)args.value_cache + at, offset % kLanes);
+        const long at = panel_of<Cache>(args, head, slot);
+        store_head(Cache(), args, key, value, (Stored*)args.key_cache + at, (Stored*)args.value_cache + at, slot % kLanes);
     }
 }
 

@@ -108,9 +108,8 @@ using Bf16Format = Bf16Panel;
 struct Prefetch {
     long ahead;
 };
-constexpr Prefetch kNoPrefetch = {0};  // that is left to the processor
+constexpr Prefetch kNoPrefetch = {0};   // that is left to the processor
 constexpr Prefetch kStreamed = {8192};  // from memory, one stream from end to end, beside few rows: they leave it room
-constexpr long kNearBytes = 1024, kFarBytes = 8192;
 
 // acc[m][n] += sum over `steps` of x[m] * w[n], in order. x: Rows or SideRows; a panel's steps lie w_stride elements apart.
 template <class Format, class Sum, int M, int N, class Operand>

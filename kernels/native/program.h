@@ -33,7 +33,7 @@ namespace {
 enum OperationKind { kNormOp, kLinearOp, kQuantizedOp, kRotaryOp, kStoreKvOp, kAttentionOp, kActMulOp };
 
 constexpr long kAheadTokens = 4;  // a token is asked for so many before its turn
-constexpr long kTogether = 16;    // tokens that operations on single tokens work on one after the other: they stay in a cache
+constexpr long kTogether = kPassTokens;  // that operations on single tokens work on one after the other: they stay in a cache
 
 INLINE bool is_by_token(const Operation& operation) {
     return operation.kind == kNormOp || operation.kind == kRotaryOp || operation.kind == kStoreKvOp || operation.kind == kActMulOp;

@@ -31,6 +31,11 @@ namespace {
 
 enum Activation { kSilu, kGeluTanh, kGelu };  // as `kernels.backend.ACTIVATIONS` orders them
 
+// What each number of a row is multiplied by, from the squares of them all, lane by lane.
+INLINE Vec norm_scale(const NormArguments& args, const Vec& squares) {
+    return splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)args.hidden + args.eps));
+}
+
 template <class T>
 void rms_norm_row(const NormArguments& args, long row) {
     const T *x = (const T*)args.x + row * args.x_stride, *weight = (const T*)args.weight;
@@ -49,7 +54,7 @@ void rms_norm_row(const NormArguments& args, long row) {
         const Vec v = load_some(x + i, args.hidden - i);
         squares = fma(v, v, squares);
     }
-    const Vec scale = splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)args.hidden + args.eps));
+    const Vec scale = norm_scale(args, squares);
     const Vec offset = splat(args.weight_offset);
     for (long i = 0; i < args.hidden; i += kLanes) {
         const long count = args.hidden - i;

@@ -80,6 +80,8 @@ struct WriteBehind {
     INLINE void end_run() { results.write(rows); }
 };
 
+constexpr long kNearBytes = 1024, kFarBytes = 8192;  // ahead of their use, for the first cache and for the second
+
 // Asks for the panels themselves, which pass by once. Behind a panel's end lies one that is read beside it: what comes next is behind
 // them all.
 struct AskAhead : WriteBehind {

@@ -139,10 +139,10 @@ INLINE Part part_widen_bf16(PartHalf h) {
 #endif
 }
 
-// x rounded to bf16, as part_round_bf16 does it. The instruction takes subnormal numbers for zero, and keeps what NaN holds.
 #if defined(__AVX512BF16__)
 constexpr int kUnusual = 0x01 | 0x20 | 0x80;  // classes of numbers: quiet NaN, subnormal, signaling NaN
 #endif
+// x rounded to bf16, as part_round_bf16 does it. The instruction takes subnormal numbers for zero, and keeps what NaN holds.
 INLINE PartHalf part_to_bf16(Part x) {
 #if defined(__AVX512BF16__)
     if (__builtin_expect(_mm512_fpclass_ps_mask(x, kUnusual) == 0, true)) {
