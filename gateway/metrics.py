@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,17 +20,29 @@ _BETWEEN_TOKENS_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80,
 )  # fmt: skip
 _WHOLE_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_Family = TypeVar("_Family", GaugeMetricFamily, CounterMetricFamily)
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS"})
 
-EngineState = Callable[[], tuple[EngineInfo | None, EngineStats | None, int]]  # and `num_protocol_errors`
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One replica's scheduler as this gateway last heard of it; `engine` is the replica's number."""
+
+    engine: int
+    info: EngineInfo | None
+    stats: EngineStats | None
+    num_protocol_errors: int  # broken messages of it, dropped
+
+
+Engines = Callable[[], Sequence[EngineView]]
 
 
 class GatewayMetrics:
     """One registry per application. Label values come from fixed sets, never from a request."""
 
-    def __init__(self, model_name: str, engine_state: EngineState) -> None:
+    def __init__(self, model_name: str, engines: Engines) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(model_name, engine_state))
+        self._registry.register(_EngineCollector(model_name, engines))
         self._http = Counter(
             "novainfer_http_requests",
             "HTTP requests by route and status.",
@@ -102,53 +116,67 @@ class GatewayMetrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the scheduler's last report when scraped."""
+    """Reads the schedulers' last reports when scraped."""
 
-    def __init__(self, model_name: str, state: EngineState) -> None:
-        self._labels = [model_name, "0"]
-        self._state = state
+    def __init__(self, model_name: str, engines: Engines) -> None:
+        self._model_name = model_name
+        self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        info, stats, num_protocol_errors = self._state()
-        yield self._gauge("engine_ready", "1 when the engine takes requests.", bool(info and info.ready))
-        yield self._counter("protocol_errors", "Broken messages of the engine, dropped.", num_protocol_errors)
+        families: dict[str, Metric] = {}
+        for view in self._engines():
+            _Exposition(families, [self._model_name, str(view.engine)]).add(view)
+        yield from families.values()
+
+
+class _Exposition:
+    """Adds one replica's samples to families that all replicas share."""
+
+    def __init__(self, families: dict[str, Metric], labels: list[str]) -> None:
+        self._families = families
+        self._labels = labels
+
+    def add(self, view: EngineView) -> None:
+        """What the replica says of itself; little before its first report."""
+        self._gauge("engine_ready", "1 when the engine takes requests.", bool(view.info and view.info.ready))
+        self._counter("protocol_errors", "Broken messages of the engine, dropped.", view.num_protocol_errors)
+        stats = view.stats
         if stats is None:
             return
         used = stats.num_blocks - stats.num_free_blocks
-        yield self._gauge("engine_epoch", "Grows with every new start of scheduler or workers.", stats.epoch)
-        yield self._gauge("num_requests_running", "Sequences running.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences waiting.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.", used / max(stats.num_blocks, 1))
-        yield self._gauge(
+        self._gauge("engine_epoch", "Grows with every new start of scheduler or workers.", stats.epoch)
+        self._gauge("num_requests_running", "Sequences running.", stats.num_running)
+        self._gauge("num_requests_waiting", "Sequences waiting.", stats.num_waiting)
+        self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.", used / max(stats.num_blocks, 1))
+        self._gauge(
             "seconds_since_progress", "Seconds since the engine last finished a step or was idle.",
             stats.seconds_since_progress,
         )  # fmt: skip
-        yield self._counter("engine_steps", "Steps of the engine.", stats.step)
-        yield self._counter("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens_total)
-        yield self._counter("generation_tokens", "Tokens sampled.", stats.generation_tokens_total)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens_total)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found cached.", stats.cached_prompt_tokens_total)
-        yield self._counter("num_preemptions", "Sequences preempted.", stats.preemptions_total)
-        yield self._counter("spec_decode_num_draft_tokens", "Tokens guessed by prompt lookup.", stats.drafted_total)
-        yield self._counter(
-            "spec_decode_num_accepted_tokens", "Those of them that came true.", stats.drafts_accepted_total
-        )
-        yield self._counter("requests_accepted", "Requests (of one or more choices) accepted.", stats.accepted_total)
-        finished = CounterMetricFamily(
-            "novainfer_choices_finished",
-            "Choices finished, by their finish reason.",
-            labels=["model_name", "engine", "finish_reason"],
+        self._counter("engine_steps", "Steps of the engine.", stats.step)
+        self._counter("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens_total)
+        self._counter("generation_tokens", "Tokens sampled.", stats.generation_tokens_total)
+        self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens_total)
+        self._counter("prefix_cache_hits", "Prompt tokens found cached.", stats.cached_prompt_tokens_total)
+        self._counter("num_preemptions", "Sequences preempted.", stats.preemptions_total)
+        self._counter("spec_decode_num_draft_tokens", "Tokens guessed by prompt lookup.", stats.drafted_total)
+        self._counter("spec_decode_num_accepted_tokens", "Those of them that came true.", stats.drafts_accepted_total)
+        self._counter("requests_accepted", "Requests (of one or more choices) accepted.", stats.accepted_total)
+        finished = self._family(
+            CounterMetricFamily, "choices_finished", "Choices finished, by their finish reason.", ["finish_reason"]
         )
         for reason, count in sorted(stats.finished_total.items()):
             finished.add_metric([*self._labels, reason], count)
-        yield finished
 
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"novainfer_{name}", help_text, labels=["model_name", "engine"])
-        family.add_metric(self._labels, value)
-        return family
+    def _gauge(self, name: str, help_text: str, value: float) -> None:
+        self._family(GaugeMetricFamily, name, help_text).add_metric(self._labels, value)
 
-    def _counter(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"novainfer_{name}", help_text, labels=["model_name", "engine"])
-        family.add_metric(self._labels, value)
+    def _counter(self, name: str, help_text: str, value: float) -> None:
+        self._family(CounterMetricFamily, name, help_text).add_metric(self._labels, value)
+
+    def _family(self, kind: type[_Family], name: str, help_text: str, labels: Sequence[str] = ()) -> _Family:
+        family = self._families.get(name)
+        if family is None:
+            family = kind(f"novainfer_{name}", help_text, labels=["model_name", "engine", *labels])
+            self._families[name] = family
+        assert isinstance(family, kind)
         return family

@@ -17,7 +17,7 @@ from gateway.context import RequestInfo
 from gateway.errors import ApiError, to_api_error
 from gateway.generation import Generation, PromptState
 from gateway.limits import Cost, Limits, Room
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import EngineView, GatewayMetrics
 from gateway.params import check_repeated, draw_seed, estimate_cost, resolve_params
 from gateway.quotas import quotas_of
 from gateway.receipts import ModelDigest, Receipts
@@ -59,7 +59,7 @@ class GatewayService:
             quotas=quotas_of(config.keys, server.num_gateways),
         )
         self.metrics = GatewayMetrics(
-            self.model_names[0], lambda: (client.info, client.stats, client.num_protocol_errors)
+            self.model_names[0], lambda: [EngineView(0, client.info, client.stats, client.num_protocol_errors)]
         )
         self._counted_refusals = _CountedRefusals(self.metrics)
         self.metrics.live.set_function(lambda: self.limits.num_live)

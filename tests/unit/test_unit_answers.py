@@ -66,7 +66,7 @@ def generation_of(tokenizer: Tokenizer) -> Generation:
         [PromptState("r", PROMPT, params, [2], echo=tokenizer.decode(PROMPT))],
         stream,
         tokenizer,
-        GatewayMetrics("m", lambda: (None, None, 0)),
+        GatewayMetrics("m", list),
         engine=EngineInfo(1, True),
         info=RequestInfo("r"),
         after_prompt=True,

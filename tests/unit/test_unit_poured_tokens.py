@@ -100,7 +100,7 @@ class Server:
             [PromptState("r", PROMPT, SamplingParams(max_tokens=100, **params), [2])],
             self.stream,
             tokenizer,
-            GatewayMetrics("m", lambda: (None, None, 0)),
+            GatewayMetrics("m", list),
             engine=EngineInfo(1, True),
             info=RequestInfo("r"),
             after_prompt=True,

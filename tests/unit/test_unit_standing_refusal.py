@@ -32,7 +32,7 @@ class Service:
         self.config = SimpleNamespace(server=SimpleNamespace(cors_origins=()))
         self.client: Any = SimpleNamespace(limits=object(), stats=object())
         self.limits = Limits(max_live=3, quotas=quotas)
-        self.metrics = GatewayMetrics("m", lambda: (None, None, 0))
+        self.metrics = GatewayMetrics("m", list)
         self.max_body_bytes = 1000
         self.body_budget = ByteBudget(10_000, is_shared=False)
         self.room = Room(sequences=100, queued_tokens=100, retry_after=1.0)

@@ -54,7 +54,7 @@ def say(
         [PromptState("r", [5, 6], params, [2], told=parse_event_id(after, [params.max_tokens] * params.n))],
         stream,
         tokenizer,
-        GatewayMetrics("m", lambda: (None, None, 0)),
+        GatewayMetrics("m", list),
         engine=EngineInfo(1, True),
         info=RequestInfo("r"),
         after_prompt=not is_chat,
