@@ -1,5 +1,5 @@
-# One command each, from a fresh clone with Python 3.11 or newer: `make serve`, `make test`, `make check`,
-# `make sim SEEDS=n`, `make peers`, `make bench`.
+# One command each, from a fresh clone with Python 3.11 or newer: `make serve`, `make test`, `make test-deploy`,
+# `make check`, `make sim SEEDS=n`, `make peers`, `make bench`.
 # Packages come from whatever index pip is configured for.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -24,7 +24,7 @@ SEEDS      ?= 2000
 PEERS      ?=
 BENCH_ARGS ?=
 
-.PHONY: setup serve test check chaos chaos-net soak cancels sigterm fuzz sim peers bench publish bench-demo clean
+.PHONY: setup serve test test-deploy check chaos chaos-net soak cancels sigterm fuzz sim peers bench publish bench-demo clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,15 @@ build/node/node_modules/openai: | $(STAMP)
 
 test: setup build/node/node_modules/openai
 	@$(BIN)/python -m tests.run $(TEST_ARGS)
+
+# The deployment files with the real tools: Helm's engine, Kubernetes schemas, Prometheus, and `ray up` on two hosts made
+# of network namespaces (as root).
+test-deploy: setup
+	@{ command -v promtool && command -v sshd && command -v rsync && command -v ip; } >/dev/null || { test "$$(id -u)" = 0 \
+		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus openssh-server openssh-client \
+		rsync iproute2; } || echo "no Prometheus or no sshd: some tests will say that they do not run"
+	$(BIN)/python -m pip install --quiet --editable '.[deploy]'
+	@$(BIN)/python -m tests.run --suite deploy
 
 check: setup
 	$(BIN)/ruff check .

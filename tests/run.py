@@ -1,4 +1,6 @@
-"""The one entry to the tests: `python -m tests.run --suite stage0|stage1|stage2|all`.
+"""The one entry to the tests: `python -m tests.run --suite stage0|stage1|stage2|all|deploy`.
+
+`deploy` is all of tests/deploy: it needs Prometheus, Helm's engine and, for some tests, root (`make test-deploy`).
 
 Runs pytest once, in place of this process, so that the last line and the exit status are pytest's own. Two of its
 workers share the files out: tests of servers mostly wait for them. `-n 0` runs all in one process.
@@ -13,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-SUITES = ("stage0", "stage1", "stage2", "all")
+SUITES = ("stage0", "stage1", "stage2", "all", "deploy")
 WHEN = ("auto", "always", "never")
 TWO_WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
@@ -29,6 +31,8 @@ def marker_expression(suite: str, *, parity: str, hf: str) -> str:
             expression = f"({expression}) or {marker}"
         elif when == "never":
             expression = f"({expression}) and not {marker}" if expression else f"not {marker}"
+    if suite == "all":
+        return f"({expression}) and not deploy" if expression else "not deploy"
     return expression
 
 

@@ -15,10 +15,11 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize(
     ("suite", "parity", "hf", "expression"),
     [
-        ("all", "auto", "auto", ""),
-        ("all", "always", "always", ""),
-        ("all", "never", "auto", "not parity"),
-        ("all", "never", "never", "(not parity) and not hf"),
+        ("all", "auto", "auto", "not deploy"),
+        ("all", "always", "always", "not deploy"),
+        ("all", "never", "auto", "(not parity) and not deploy"),
+        ("all", "never", "never", "((not parity) and not hf) and not deploy"),
+        ("deploy", "auto", "auto", "deploy"),
         ("stage1", "auto", "auto", "stage1"),
         ("stage1", "always", "auto", "(stage1) or parity"),
         ("stage1", "always", "never", "((stage1) or parity) and not hf"),
