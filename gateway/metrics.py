@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -178,5 +178,4 @@ class _Exposition:
         if family is None:
             family = kind(f"novainfer_{name}", help_text, labels=["model_name", "engine", *labels])
             self._families[name] = family
-        assert isinstance(family, kind)
-        return family
+        return cast(_Family, family)

@@ -26,6 +26,7 @@ from gateway.stream_record import PromptRecord, StreamRecord
 from gateway.text_process import TextProcesses
 from novainfer.checkpoint import resolve_checkpoint, vocab_size
 from novainfer.client.engine_client import EngineClient
+from novainfer.client.engine_link import EngineLink
 from novainfer.config import ServeConfig
 from novainfer.errors import InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import AddRequest, EngineInfo
@@ -58,9 +59,7 @@ class GatewayService:
             max_per_tenant=server.max_requests_per_key,
             quotas=quotas_of(config.keys, server.num_gateways),
         )
-        self.metrics = GatewayMetrics(
-            self.model_names[0], lambda: [EngineView(0, client.info, client.stats, client.num_protocol_errors)]
-        )
+        self.metrics = GatewayMetrics(self.model_names[0], lambda: list(_views(client)))
         self._counted_refusals = _CountedRefusals(self.metrics)
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.metrics.journal.set_function(lambda: self.client.num_live)
@@ -102,12 +101,18 @@ class GatewayService:
         return None if self.client.ready else "engine silent"
 
     def unhealthy_reason(self) -> str | None:
-        """As above, and also when the engine has work but makes no progress."""
+        """As above, and also when no engine that is ready makes progress with the work it has."""
         reason = self.unready_reason()
-        stats = self.client.stats
-        if reason is not None or stats is None:
-            return reason or "no figures from the engine"
-        if self.client.stats_age > STATS_SECONDS:
+        if reason is not None:
+            return reason
+        reasons = [self._why_unhealthy(link) for link in self.client.links.values() if link.is_ready]
+        return None if None in reasons else next(iter(reasons), "engine silent")
+
+    def _why_unhealthy(self, link: EngineLink) -> str | None:
+        stats = link.session.stats
+        if stats is None:
+            return "no figures from the engine"
+        if link.stats_age > STATS_SECONDS:
             return "engine silent"
         if stats.seconds_since_progress > self.config.server.stall_timeout / 2:
             return "no progress"
@@ -255,10 +260,10 @@ class GatewayService:
 
     def _room(self, engine: EngineInfo) -> Room:
         """This gateway's part of the places and tokens that may wait."""
-        server, stats = self.config.server, self.client.stats
-        tokens = server.max_queued_tokens or QUEUED_CACHES * engine.num_blocks * engine.block_size
+        server, stats, num_engines = self.config.server, self.client.stats, self.client.num_accepting
+        tokens = server.max_queued_tokens or QUEUED_CACHES * engine.num_blocks * engine.block_size * num_engines
         return Room(
-            sequences=(self.config.scheduler.max_waiting + engine.max_num_seqs) // server.num_gateways,
+            sequences=(self.config.scheduler.max_waiting + engine.max_num_seqs) * num_engines // server.num_gateways,
             queued_tokens=tokens // server.num_gateways,
             retry_after=stats.queue_seconds if stats is not None else 1.0,
         )
@@ -307,6 +312,12 @@ class _CountedRefusals:
             self._metrics.rejected(error.status)
         elif isinstance(error, InvalidRequestError):
             self._metrics.rejected(to_api_error(error).status)
+
+
+def _views(client: EngineClient) -> Iterator[EngineView]:
+    for number, link in client.links.items():
+        session = link.session
+        yield EngineView(number, session.info, session.stats, session.num_protocol_errors)
 
 
 def deadline_of(info: RequestInfo) -> float:

@@ -7,9 +7,11 @@ entry takes each index once, in order.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from novainfer.client.stream import Sink
 from novainfer.errors import ProtocolError
 from novainfer.protocol.messages import FINISH_CANCELLED, AddRequest, PromptLogprobs, TokenOutput
 
@@ -144,6 +146,18 @@ class LiveChoice:
     short: Callable[[int], bool] | None = None  # takes a token at once, or says that it does not
 
 
+Shorts = Sequence[Callable[[int], bool] | None]  # `LiveChoice.short` of each choice
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A live request between two sessions: where its outputs go, and its plain tokens."""
+
+    entry: JournalEntry
+    sink: Sink
+    shorts: Shorts
+
+
 class Journal:
     """The live entries by request id, and their choices by number."""
 
@@ -151,6 +165,7 @@ class Journal:
         self._entries: dict[str, JournalEntry] = {}
         self._next_ref = 0
         self.choices: dict[int, LiveChoice] = {}
+        self.of_tenant: Counter[str] = Counter()  # live entries
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -159,25 +174,35 @@ class Journal:
         """A snapshot: entries may be removed meanwhile."""
         return iter(list(self._entries.values()))
 
-    def add(self, entry: JournalEntry) -> None:
+    def add(self, entry: JournalEntry, shorts: Shorts = ()) -> None:
         """Its request gets its numbers. Raises `ValueError` if the id is taken."""
         request_id = entry.request.request_id
         if request_id in self._entries:
             raise ValueError(f"request {request_id} is in the journal already")
         self._entries[request_id] = entry
+        self.of_tenant[entry.request.tenant] += 1
         entry.request = replace(entry.request, ref=self._next_ref)
         for choice, emitted in enumerate(entry.emitted):
-            self.choices[self._next_ref + choice] = LiveChoice(entry, choice, emitted)
+            short = shorts[choice] if shorts else None
+            self.choices[self._next_ref + choice] = LiveChoice(entry, choice, emitted, short)
         self._next_ref += len(entry.emitted)
 
     def get(self, request_id: str) -> JournalEntry | None:
         """The live entry, if there is one."""
         return self._entries.get(request_id)
 
+    def shorts(self, entry: JournalEntry) -> Shorts:
+        """Where the plain tokens of a live entry go."""
+        return [self.choices[entry.request.ref + choice].short for choice in range(len(entry.emitted))]
+
     def remove(self, request_id: str) -> JournalEntry | None:
         """Forget a request that has ended."""
         entry = self._entries.pop(request_id, None)
         if entry is not None:
+            tenant = entry.request.tenant
+            self.of_tenant[tenant] -= 1
+            if not self.of_tenant[tenant]:
+                del self.of_tenant[tenant]
             for choice in range(len(entry.emitted)):
                 self.choices.pop(entry.request.ref + choice, None)
         return entry

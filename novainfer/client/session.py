@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from novainfer.client.journal import Journal, JournalEntry
-from novainfer.client.stream import StreamItem
+from novainfer.client.journal import Journal, JournalEntry, Moved
+from novainfer.client.stream import Sink, StreamItem
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.protocol.link import Inbox, Packet
 from novainfer.protocol.messages import (
@@ -44,22 +43,6 @@ _BEAT_EVERY = 512  # packets, in a burst: the scheduler waits for word of what w
 
 
 Answer = AliasCancelled | Claimed
-
-
-class Sink(Protocol):
-    """Where a request's outputs go."""
-
-    def push(self, item: StreamItem) -> None:
-        """One more output."""
-        ...
-
-    def push_token(self, request_id: str, choice: int, index: int, token_id: int) -> None:
-        """One more token with nothing else to tell: `push` of a `TokenOutput`, in short."""
-        ...
-
-    def end(self, request_id: str, error: Exception | None = None) -> None:
-        """The last word on a request."""
-        ...
 
 
 class GatewaySession:
@@ -111,6 +94,14 @@ class GatewaySession:
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._journal)
+
+    def num_live_of(self, tenant: str) -> int:
+        """Those of one tenant."""
+        return self._journal.of_tenant[tenant]
+
+    def has(self, request_id: str) -> bool:
+        """Whether it is live here."""
+        return self._journal.get(request_id) is not None
 
     # -- the link -----------------------------------------------------------------------------------------------
 
@@ -230,6 +221,26 @@ class GatewaySession:
             if tell_engine:
                 self._tell(CancelRequest(entry.request.request_id))
             self._end(entry.request.request_id, error)
+
+    def leave(self) -> list[Moved]:
+        """Take every live request out, for another session to `adopt`; this engine is told to forget them."""
+        moved = []
+        for entry in self._journal:
+            request_id = entry.request.request_id
+            self._tell(CancelRequest(request_id))
+            shorts = self._journal.shorts(entry)
+            self._journal.remove(request_id)
+            moved.append(Moved(entry, self._sinks.pop(request_id), shorts))
+        return moved
+
+    def adopt(self, moved: Moved, now: float) -> None:
+        """Go on with a request that another session has left. There must have been an `info`."""
+        entry = moved.entry
+        entry.epoch = self.info.epoch if self.info is not None else 0
+        self._journal.add(entry, moved.shorts)
+        self._sinks[entry.request.request_id] = moved.sink
+        if self._is_open:
+            self._send_entry(entry, now)
 
     def ask(self, question: CancelAlias | ClaimRequest) -> None:
         """Send a question, and again to each engine that we are linked with before there is an answer, or `give_up`."""

@@ -6,12 +6,29 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from novainfer.errors import EngineError
 from novainfer.protocol.merge import merge_outputs, merge_prompt_logprobs
 from novainfer.protocol.messages import FINISH_ERROR, PromptLogprobs, TokenOutput
 
 StreamItem = TokenOutput | PromptLogprobs
+
+
+class Sink(Protocol):
+    """Where a request's outputs go."""
+
+    def push(self, item: StreamItem) -> None:
+        """One more output."""
+        ...
+
+    def push_token(self, request_id: str, choice: int, index: int, token_id: int) -> None:
+        """One more token with nothing else to tell: `push` of a `TokenOutput`, in short."""
+        ...
+
+    def end(self, request_id: str, error: Exception | None = None) -> None:
+        """The last word on a request."""
+        ...
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import connection, sse
-from novainfer.client import engine_client
+from novainfer.client import engine_link
 from novainfer.text.tokenizer import Tokenizer
 from novainfer.transport.addresses import Endpoint
 from tests.fakes import ScriptedScheduler, oracle_tokens
@@ -172,7 +172,7 @@ def test_given_a_scheduler_restart_when_streams_are_open_then_clients_see_the_sa
 def test_given_a_lost_engine_when_streams_are_open_then_each_ends_with_one_error(
     lonely: tuple[GatewayThread, Endpoint], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_link, "BEAT_SECONDS", 0.05)
     gateway, endpoint = lonely
     scheduler = ScriptedScheduler(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size)
     scheduler.tokens_before_pause = 2
@@ -237,7 +237,7 @@ def test_given_traffic_when_scraped_then_metrics_parse_and_count_by_route(
     assert tokens <= value("novainfer_inter_token_latency_seconds_count") <= tokens + 4
     assert value("novainfer_engine_ready") == 1
     assert value("novainfer_engine_epoch") == pair.gateway.client.info.epoch
-    monkeypatch.setattr(pair.gateway.client._session, "num_protocol_errors", 3)
+    monkeypatch.setattr(pair.gateway.client.links[0].session, "num_protocol_errors", 3)
     assert value("novainfer_protocol_errors_total") == 3
     assert value("novainfer_choices_finished_total", finish_reason="stop") == 1
     text = pair.http.get("/metrics").text

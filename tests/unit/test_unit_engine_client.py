@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from novainfer.client import engine_client
+from novainfer.client import engine_link
 from novainfer.client.engine_client import EngineClient
 from novainfer.client.stream import RequestStream, StreamItem
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
@@ -99,7 +99,7 @@ def test_given_many_requests_in_one_turn_of_the_loop_when_sent_then_they_share_f
         for stream in streams:
             await read(stream)
         assert [added.request_id for added in scheduler.added] == names
-        most = engine_client.PACKETS_PER_MESSAGE
+        most = engine_link.PACKETS_PER_MESSAGE
         sizes = [size for size in scheduler.message_sizes if size > 1]
         assert sizes[:2] == [most, most]
         assert len(sizes) == 3
@@ -187,7 +187,7 @@ def test_given_an_alias_when_another_gateway_cancels_then_only_its_own_tenant_ma
 def test_given_a_silent_engine_when_an_alias_is_cancelled_then_overloaded(
     scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(engine_link, "ANSWER_SECONDS", 0.1)
 
     async def body(client: EngineClient) -> None:
         await in_thread(scheduler.close)
@@ -323,7 +323,7 @@ def test_given_bytes_of_no_message_when_received_then_streams_go_on(scheduler: S
 def test_given_a_scheduler_that_stays_gone_when_streams_are_live_then_they_end_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_link, "BEAT_SECONDS", 0.05)
     scripted = ScriptedScheduler(Endpoint(f"ipc://{tmp_path}/s"), vocab_size=VOCAB)
     scripted.tokens_before_pause = 1
 
@@ -341,7 +341,7 @@ def test_given_a_scheduler_that_stays_gone_when_streams_are_live_then_they_end_w
 def test_given_a_new_scheduler_at_the_same_address_when_it_comes_then_it_is_greeted_and_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_link, "BEAT_SECONDS", 0.05)
     endpoint = Endpoint(f"ipc://{tmp_path}/s")
     first = ScriptedScheduler(endpoint, vocab_size=VOCAB)
     first.tokens_before_pause = 3
@@ -355,7 +355,7 @@ def test_given_a_new_scheduler_at_the_same_address_when_it_comes_then_it_is_gree
         later.append(second)
 
     async def body(client: EngineClient) -> None:
-        client._session._lost_timeout = 30.0
+        client.links[0].session._lost_timeout = 30.0
         wanted = request()
         stream = client.submit(wanted)
         await in_thread(replace_scheduler)
@@ -382,16 +382,16 @@ def test_given_the_answer_to_a_claim_when_who_asked_leaves_as_it_comes_then_what
 ) -> None:
     async def body(client: EngineClient) -> None:
         asking = asyncio.ensure_future(client.claim("x", ""))
-        answered = client._session._answered
+        answered = client.links[0].session._answered
 
         def leave(answer: Any) -> None:
             answered(answer)
             asking.cancel()
 
-        client._session._answered = leave
+        client.links[0].session._answered = leave
         with pytest.raises(asyncio.CancelledError):
             await asking
-        client._session._answered = answered
+        client.links[0].session._answered = answered
         assert not (claimed := await client.claim("x", "")).is_owned
         assert [given.request_id for given in claimed.requests] == ["r"]
 
@@ -401,15 +401,15 @@ def test_given_the_answer_to_a_claim_when_who_asked_leaves_as_it_comes_then_what
 def test_given_the_answer_to_a_claim_when_it_comes_too_late_then_what_was_lent_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(engine_link, "ANSWER_SECONDS", 0.01)
 
     async def body(client: EngineClient) -> None:
-        came, answered = asyncio.Queue[Any](), client._session._answered
-        client._session._answered = came.put_nowait
+        came, answered = asyncio.Queue[Any](), client.links[0].session._answered
+        client.links[0].session._answered = came.put_nowait
         with pytest.raises(OverloadedError, match="does not answer"):
             await client.claim("x", "")
-        monkeypatch.setattr(engine_client, "ANSWER_SECONDS", 20.0)
-        client._session._answered = answered
+        monkeypatch.setattr(engine_link, "ANSWER_SECONDS", 20.0)
+        client.links[0].session._answered = answered
         answered(await came.get())
         while (claimed := await client.claim("x", "")).is_owned:
             pass

@@ -1,0 +1,71 @@
+"""`replicas.json` in a run directory: which replicas there are. The supervisor writes it, its gateways read it.
+
+Where there is none the server is one replica, whose scheduler listens in the run directory itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from novainfer.errors import ConfigError
+from novainfer.transport.addresses import Endpoint, RunDir
+
+NAME = "replicas.json"
+REPLICA_DIR = "replica-"  # with a replica's number: its run directory, in the server's
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """By number: whether it is draining (takes no new requests). `version` grows with every change."""
+
+    version: int = 0
+    draining: dict[int, bool] = field(default_factory=dict)
+
+    def endpoints(self, run_dir: RunDir) -> dict[int, Endpoint]:
+        """Where gateways reach each."""
+        if not self.version:
+            return {0: run_dir.gateways(0)}
+        return {replica: replica_dir(run_dir, replica).gateways(0) for replica in self.draining}
+
+
+def replica_dir(run_dir: RunDir, replica: int) -> RunDir:
+    """The run directory of one of several replicas."""
+    return RunDir(run_dir.path / f"{REPLICA_DIR}{replica}")
+
+
+def write_replicas(run_dir: RunDir, replicas: Replicas) -> None:
+    """Replace the file as a whole."""
+    draft = run_dir.path / f"{NAME}.new"
+    draft.write_text(
+        json.dumps({"version": replicas.version, "draining": {str(r): d for r, d in replicas.draining.items()}})
+    )
+    os.replace(draft, run_dir.path / NAME)
+
+
+class ReplicasFile:
+    """The reader's end: `read` costs a look at the file's status unless it has changed."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._path: Path = run_dir.path / NAME
+        self._seen: tuple[int, int] | None = None
+        self._replicas = Replicas()
+
+    def read(self) -> Replicas:
+        """As they are now. Raises `ConfigError` for a file that no supervisor writes."""
+        try:
+            status = os.stat(self._path)
+        except FileNotFoundError:
+            return self._replicas
+        seen = (status.st_ino, status.st_mtime_ns)
+        if seen != self._seen:
+            try:
+                data = json.loads(self._path.read_text())
+                draining = {int(replica): bool(value) for replica, value in data["draining"].items()}
+                self._replicas = Replicas(int(data["version"]), draining)
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ConfigError(f"{self._path} is not what a supervisor writes: {error}") from None
+            self._seen = seen
+        return self._replicas
