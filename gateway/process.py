@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -45,6 +46,7 @@ from novainfer.protocol.supervision import (
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import connect_push
 from novainfer.transport.parent import die_with_parent
+from novainfer.transport.replicas import ReplicasFile
 
 log = logging.getLogger("gateway")
 
@@ -185,10 +187,35 @@ class Reporter:
         self._context.term()
 
 
-async def _serve(server: GatewayServer, service: GatewayService, listener: socket.socket, report: Reporter) -> None:
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Which replicas there are, as the supervisor writes it and the client goes by."""
+
+    file: ReplicasFile
+    run_dir: RunDir
+    client: EngineClient
+
+    async def follow(self, seen: int) -> int:
+        """Go by the newest version, if it is newer than the one that was `seen`; which it is."""
+        replicas = self.file.read()
+        if replicas.version != seen:
+            await self.client.follow(replicas.endpoints(self.run_dir), replicas.draining)
+        return replicas.version
+
+
+async def _serve(
+    server: GatewayServer,
+    service: GatewayService,
+    listener: socket.socket,
+    report: Reporter,
+    membership: Membership,
+) -> None:
     port = listener.getsockname()[1]
     report.send(ChildStarted(ROLE_GATEWAY, report.index, os.getpid(), port, report.epoch))
-    reports = [asyncio.ensure_future(_report_ready(service, report)), asyncio.ensure_future(_report_pulse(report))]
+    reports = [
+        asyncio.ensure_future(_report_ready(service, report)),
+        asyncio.ensure_future(_report_pulse(report, membership)),
+    ]
     try:
         await server.serve([listener])
     finally:
@@ -214,9 +241,12 @@ def _be_patient() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-async def _report_pulse(report: Reporter) -> None:
+async def _report_pulse(report: Reporter, membership: Membership) -> None:
+    version = 0
     while True:
-        report.send(GatewayPulse(report.index, report.epoch))
+        version = await membership.follow(version)
+        live = membership.client.live_by_replica
+        report.send(GatewayPulse(report.index, report.epoch, version, list(live), list(live.values())))
         await asyncio.sleep(_PULSE_INTERVAL)
 
 
@@ -229,13 +259,18 @@ def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> Non
     )
     listener = bind_http(config.server, port=port)  # first: a taken port is the commonest fault
     keys = KeyRing.of(config)
-    client = EngineClient(run_dir.gateways(0), gateway_id=f"gateway-{index}")
+    replicas = ReplicasFile(run_dir)
+    client = EngineClient(
+        replicas.read().endpoints(run_dir),
+        gateway_id=f"gateway-{index}",
+        drain_timeout=config.server.drain_timeout,
+    )
     service = GatewayService(config, client, index=index, is_successor=report.epoch > FIRST_EPOCH)
     gc.collect()
     gc.freeze()  # what is there now stays: no collection in mid-request need look at it
     server = build_server(service, keys, drain_timeout=config.server.drain_timeout, log_level=config.server.log_level)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve(server, service, listener, report))
+        runner.run(_serve(server, service, listener, report, Membership(replicas, run_dir, client)))
 
 
 def _raise_file_limit() -> None:

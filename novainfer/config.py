@@ -106,6 +106,11 @@ class ParallelConfig:
     """Workers and devices."""
 
     tensor_parallel_size: int = option(1, "Ranks that one model is split over.")
+    replicas: int | None = option(
+        None,
+        "Engines, each with a scheduler and ranks of its own, behind the same gateways; more can be added and removed "
+        "while they serve (novainfer replicas). Default: one, for good.",
+    )
     device: str = option("auto", "Where workers run.", choices=("auto", "cpu", "cuda"))
     executor: str = option(
         "model",
@@ -248,6 +253,7 @@ def check(config: ServeConfig) -> None:
         "num_blocks": config.cache.num_blocks,
         "kv_cache_memory_mib": config.cache.kv_cache_memory_mib,
         "threads_per_worker": config.parallel.threads_per_worker,
+        "replicas": config.parallel.replicas,
         "max_queued_tokens": config.server.max_queued_tokens,
     }
     for name, limit in optional.items():

@@ -73,8 +73,8 @@ class ChildState:
 class ChildTable:
     """Every process of this server, by role and index. Written by the supervisor alone."""
 
-    def __init__(self, *, num_gateways: int, world_size: int, epoch: int) -> None:
-        keys: list[Key] = [(ROLE_SCHEDULER, 0)]
+    def __init__(self, *, num_gateways: int, world_size: int, epoch: int, replica: int = 0) -> None:
+        keys: list[Key] = [(ROLE_SCHEDULER, replica)]
         keys += [(ROLE_GATEWAY, index) for index in range(num_gateways)]
         keys += [(ROLE_WORKER, rank) for rank in range(world_size)]
         self.children = {key: ChildState(*key, epoch) for key in keys}
@@ -116,6 +116,11 @@ class ChildTable:
     def num_blocks(self) -> int:
         """Of the rank with the fewest: a spare group has as many, whatever the memory says by then."""
         return min(rank.num_blocks for rank in self.of(ROLE_WORKER))
+
+    @property
+    def port(self) -> int:
+        """Gateway 0's; 0 where there is no gateway."""
+        return next((child.port for child in self.of(ROLE_GATEWAY)), 0)
 
     def behind(self, phase: Phase) -> list[ChildState]:
         """The children that have not got as far as `phase`."""

@@ -63,6 +63,11 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     sim.add_argument("--steps", type=int, metavar="N", help="end each run after N events")
     sim.add_argument("--trace", action="store_true", help="print everything that happens")
     sim.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
+    replicas = commands.add_parser("replicas", help="the replicas of a running server", description=_REPLICAS)
+    replicas.add_argument("action", choices=("list", "add", "drain", "restart"), nargs="?", default="list")
+    replicas.add_argument("replicas", type=int, nargs="*", metavar="REPLICA", help="which (restart: default all)")
+    replicas.add_argument("--run-dir", help="of the server (default: the only one in the temporary directory)")
+    replicas.add_argument("--wait", action="store_true", help="return when all that are left serve")
     models = commands.add_parser("models", help="list what a running server offers")
     for client in (chat, generate, models):
         _add_client_arguments(client)
@@ -105,6 +110,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from novainfer.entrypoints.sim import sim_command
 
         return sim_command(arguments)
+    if arguments.command == "replicas":
+        from novainfer.entrypoints.replicas import replicas_command
+
+        return replicas_command(arguments)
     from novainfer.entrypoints.talk import chat_command, generate_command, models_command
 
     commands = {"chat": chat_command, "generate": generate_command, "models": models_command}
@@ -121,6 +130,8 @@ none, the checkpoint is another one, or this machine computes in another mode.""
 _SIM = """Run scheduler, journal and client logic in a simulated world (virtual time, one thread, faults drawn from
 the seed) and check what clients see. safety: faults go on to the end; liveness: they stop, and everything must finish.
 Exit status 1 if something was wrong: then the fewest faults that suffice are printed. docs/simulation.md says more."""
+_REPLICAS = """Replicas of a server that was started with --replicas: list them, add one, drain some (they finish what
+they have and end), or restart some or all, one after another, while the others serve."""
 _DOCTOR = """Check this machine, and the configuration that the same options would serve. Exit status 1 if serving would
 fail."""
 

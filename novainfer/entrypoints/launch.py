@@ -13,6 +13,7 @@ from novainfer.transport.addresses import RunDir
 
 GATEWAY_MODULE = "gateway.process"
 SCHEDULER_MODULE = "novainfer.engine.server"
+REPLICA_MODULE = "novainfer.entrypoints.replica_process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +26,19 @@ class Launch:
     standbys: Mapping[str, str] = field(default_factory=dict)  # see `Standbys`
 
 
-def standard_launch(config: ServeConfig, run_dir: RunDir) -> Launch:
+def standard_launch(config: ServeConfig, run_dir: RunDir, replica: int = 0) -> Launch:
     """The real gateway, scheduler and Ray workers."""
     where = ("--run-dir", str(run_dir.path))
+    has_gateways = config.server.num_gateways > 0  # else we are one of several replicas
 
     def ray_workers() -> WorkerGroup:
         from workers.ray_group import RayWorkerGroup
 
-        return RayWorkerGroup(config, run_dir)
+        return RayWorkerGroup(config, run_dir, replica=replica)
 
     def scheduler(epoch: int, group: int) -> list[str]:
-        return python_module(SCHEDULER_MODULE, *where, "--epoch", str(epoch), "--group", str(group))
+        number = ("--replica", str(replica))
+        return python_module(SCHEDULER_MODULE, *where, *number, "--epoch", str(epoch), "--group", str(group))
 
     def gateway(index: int, epoch: int, port: int) -> list[str]:
         again = ("--port", str(port)) if port else ()
@@ -45,5 +48,25 @@ def standard_launch(config: ServeConfig, run_dir: RunDir) -> Launch:
         gateway=gateway,
         scheduler=scheduler,
         workers=ray_workers,
-        standbys={ROLE_GATEWAY: GATEWAY_MODULE, ROLE_SCHEDULER: SCHEDULER_MODULE},
+        standbys={ROLE_SCHEDULER: SCHEDULER_MODULE} | ({ROLE_GATEWAY: GATEWAY_MODULE} if has_gateways else {}),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLaunch:
+    """Makes what the supervisor of several replicas runs; tests put small scripts here."""
+
+    gateway: Callable[[int, int, int], Sequence[str]]  # index, its epoch, port or 0 -> command
+    replica: Callable[[int, int], Sequence[str]]  # number, its epoch -> command
+    standbys: Mapping[str, str] = field(default_factory=dict)  # see `Standbys`
+
+
+def fleet_launch(config: ServeConfig, run_dir: RunDir) -> FleetLaunch:
+    """The real gateways, and replicas that start the rest."""
+
+    def replica(number: int, epoch: int) -> list[str]:
+        where = ("--server-dir", str(run_dir.path))
+        return python_module(REPLICA_MODULE, *where, "--index", str(number), "--epoch", str(epoch))
+
+    gateway = standard_launch(config, run_dir).gateway
+    return FleetLaunch(gateway=gateway, replica=replica, standbys={ROLE_GATEWAY: GATEWAY_MODULE})

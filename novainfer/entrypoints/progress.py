@@ -4,11 +4,39 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from novainfer.config import ServeConfig
 from novainfer.entrypoints.notify import notify
 from novainfer.protocol.supervision import LoadProgress
+
+
+class Progress(Protocol):
+    """Who wants to know how far a supervisor is."""
+
+    def show(self, message: LoadProgress) -> None:
+        """A rank has got on with loading."""
+        ...
+
+    def seconds(self) -> float:
+        """Since the start."""
+        ...
+
+    def announce(self, config: ServeConfig, port: int) -> None:
+        """All processes are ready. port: gateway 0's."""
+        ...
+
+    def turn(self, serves: bool) -> None:
+        """Called several times a second; serves: all processes are ready."""
+        ...
+
+    def stopping(self) -> None:
+        """The end has begun."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is to be shown of the start."""
+        ...
 
 
 class StartProgress:
@@ -38,12 +66,21 @@ class StartProgress:
     def announce(self, config: ServeConfig, port: int) -> None:
         """The server is ready; say so on standard output, and to the service manager. port: gateway 0's."""
         self.close()
-        world_size = config.parallel.tensor_parallel_size
-        workers = "1 worker" if world_size == 1 else f"{world_size} workers"
+        workers = _count(config.parallel.tensor_parallel_size, "worker")
+        if config.parallel.replicas is not None:
+            workers = f"{_count(config.parallel.replicas, 'replica')} of {workers}"
         url = _url(config.server.host, port or config.server.port)
         text = f"ready on {url} (model {config.model.model}, {workers}, {self.seconds():.1f} s)"
         print(f"NovaInfer is {text}", flush=True)
         notify("READY=1", f"STATUS={text}")
+
+    def turn(self, serves: bool) -> None:
+        """Nobody asks."""
+
+    def stopping(self) -> None:
+        """Tell the service manager."""
+        self.close()
+        notify("STOPPING=1")
 
     def close(self) -> None:
         """Leave the terminal on a line of its own."""
@@ -57,6 +94,10 @@ class StartProgress:
         bar = "#" * filled + "-" * (width - filled)
         print(f"\r\x1b[Kloading {message.stage}: [{bar}] {share:4.0%}", end="", file=self._stream, flush=True)
         self._is_bar_open = True
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _url(host: str, port: int) -> str:

@@ -25,6 +25,7 @@ from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
 from novainfer.transport.addresses import RunDir, check_space, is_private, write_private
 from novainfer.transport.cluster import cluster_links
+from novainfer.transport.replicas import REPLICA_DIR
 
 LOCK = "lock"  # in a run directory; held while a server runs there
 TEMPORARY = b"temporary\n"  # written into the lock once it is held, if the directory is ours from the start
@@ -57,6 +58,10 @@ def _serve(config: ServeConfig) -> int:
     level = config.server.log_level.upper()
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s supervisor: %(message)s")
     with run_directory(config) as run_dir:
+        if config.parallel.replicas is not None:
+            from novainfer.entrypoints.fleet import run_fleet
+
+            return run_fleet(config, run_dir)
         from novainfer.entrypoints.supervisor import run_supervisor
 
         return run_supervisor(config, run_dir)
@@ -117,7 +122,8 @@ def run_directory(config: ServeConfig) -> Iterator[RunDir]:
         if existed:
             stack.callback(_remove_files, run_dir)
         write_private(run_dir.config_file, config.to_json())
-        stack.enter_context(cluster_links(run_dir, config.parallel.cluster_host))
+        if config.parallel.replicas is None:  # else each has its own
+            stack.enter_context(cluster_links(run_dir, config.parallel.cluster_host))
         yield run_dir
 
 
@@ -156,7 +162,8 @@ def _take_lock(descriptor: int, run_dir: RunDir) -> None:
 
 
 def _remove_files(run_dir: RunDir) -> None:
-    for pattern in ("config.json", "lock", "supervisor", "scheduler-*", "ranks-*"):
+    for pattern in ("config.json", "lock", "supervisor", "control", "replicas.json", "scheduler-*", "ranks-*"):
         for path in run_dir.path.glob(pattern):
             path.unlink(missing_ok=True)
-    shutil.rmtree(run_dir.path / "ray", ignore_errors=True)
+    for path in (run_dir.path / "ray", *run_dir.path.glob(f"{REPLICA_DIR}*")):
+        shutil.rmtree(path, ignore_errors=True)

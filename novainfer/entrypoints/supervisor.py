@@ -27,8 +27,7 @@ from novainfer.entrypoints.children import (
 )
 from novainfer.entrypoints.fingerprints import Fingerprints
 from novainfer.entrypoints.launch import Launch, standard_launch
-from novainfer.entrypoints.notify import notify
-from novainfer.entrypoints.progress import StartProgress
+from novainfer.entrypoints.progress import Progress, StartProgress
 from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, hold_rank, kill_ranks
 from novainfer.entrypoints.replacements import Replacements
 from novainfer.entrypoints.standby import Standbys
@@ -68,7 +67,9 @@ _TICK = 0.25  # seconds between two looks at who is silent
 class Supervisor:
     """One server's life, from the first process to the last. All state is in these fields; one thread changes them."""
 
-    def __init__(self, config: ServeConfig, run_dir: RunDir, launch: Launch) -> None:
+    def __init__(
+        self, config: ServeConfig, run_dir: RunDir, launch: Launch, progress: Progress | None = None, replica: int = 0
+    ) -> None:
         self._config = config
         self._launch = launch
         self.epoch = FIRST_EPOCH
@@ -76,14 +77,15 @@ class Supervisor:
             num_gateways=config.server.num_gateways,
             world_size=config.parallel.tensor_parallel_size,
             epoch=self.epoch,
+            replica=replica,
         )
-        self._wakeups = Wakeups(run_dir)
+        self._wakeups = Wakeups(run_dir, replica)
         self._workers = WorkerThread(launch.workers, self._wakeups.nudge, num_spares=config.parallel.spare_workers)
         self._standbys = Standbys(launch.standbys)
         self._replacements = Replacements(config.server, time.monotonic())
         self._watch = Watch(config.server, is_stopped)
         self._strays = StrayRanks()
-        self._progress = StartProgress()
+        self._progress = progress or StartProgress()
         self._fingerprints = Fingerprints()
         self._fault: str | None = None
         self._stop_signals = 0  # SIGTERM, SIGINT or SIGHUP so far; the second ends the patience
@@ -138,6 +140,7 @@ class Supervisor:
         while self._fault is None and not self._stop_signals:
             self._advance_phase()
             self._turn(_TICK)
+            self._progress.turn(not self.table.behind(Phase.READY))
             self._find_hang()
             now = time.monotonic()
             for role, index in self._replacements.take_due(now):
@@ -163,7 +166,7 @@ class Supervisor:
             logger.info("all processes have started (%.1f s)", self._progress.seconds())
         if self._phase == Phase.STARTED and not self.table.behind(Phase.READY):
             self._phase = Phase.READY
-            self._progress.announce(self._config, self.table.of(ROLE_GATEWAY)[0].port)
+            self._progress.announce(self._config, self.table.port)
             self._prepare()
         if self._replacements.is_going_on and not self.table.behind(Phase.READY):
             logger.info(
@@ -319,7 +322,7 @@ class Supervisor:
         delay = self._begin_recovery(words)
         if delay is not None:
             self.table.renew(ROLE_SCHEDULER, self.epoch)
-            self._replacements.schedule(ROLE_SCHEDULER, 0, time.monotonic() + delay)
+            self._replacements.schedule(ROLE_SCHEDULER, self._scheduler.index, time.monotonic() + delay)
 
     def _lose_gateway(self, child: ChildState, words: str) -> None:
         """A gateway is dead, its connections with it: start another one. Nothing else is concerned."""
@@ -367,8 +370,7 @@ class Supervisor:
         """Gateways drain, then the scheduler goes, then the workers. A second signal, or a fault, shortens it."""
         self._is_stopping = True
         self._workers.expect_end()
-        self._progress.close()
-        notify("STOPPING=1")
+        self._progress.stopping()
         was_ready = self._phase == Phase.READY and self._fault is None
         drain = self._config.server.drain_timeout + DRAIN_MARGIN if was_ready else FAULT_PATIENCE
         self._end(ROLE_GATEWAY, drain, signal.SIGTERM if self._fault is None else GIVE_UP_SIGNAL)
@@ -380,15 +382,12 @@ class Supervisor:
         """A signal to all of a role; SIGKILL to those that are still there after `timeout` seconds."""
         send_signal(self.table.alive(role), number)
         deadline = time.monotonic() + timeout
-        while self.table.alive(role) and not self._is_hurried() and time.monotonic() < deadline:
+        while self.table.alive(role) and self._stop_signals <= 1 and time.monotonic() < deadline:
             self._turn(deadline - time.monotonic())
         late = self.table.alive(role)
         if late:
             logger.warning("killing %s", ", ".join(child.name for child in late))
             kill_all(late)
-
-    def _is_hurried(self) -> bool:
-        return self._stop_signals > 1
 
 
 def run_supervisor(config: ServeConfig, run_dir: RunDir) -> int:

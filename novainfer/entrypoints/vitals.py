@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 
 from novainfer.config import ServerConfig
 from novainfer.entrypoints.children import ChildState, Phase
-from novainfer.protocol.supervision import ROLE_GATEWAY, ROLE_SCHEDULER, ROLE_WORKER, RankPulse, SchedulerPulse
+from novainfer.protocol.supervision import (
+    ROLE_GATEWAY,
+    ROLE_REPLICA,
+    ROLE_SCHEDULER,
+    ROLE_WORKER,
+    RankPulse,
+    SchedulerPulse,
+)
 
 STOPPED_TIMEOUT = 1.0  # seconds of silence that are enough of a process that the system says is stopped
 
@@ -56,8 +63,10 @@ def hang(
             continue
         # Before the first word Python imports; while a rank loads, one call may keep the whole process from running.
         is_loading = child.heard_at is None or (child.role == ROLE_WORKER and child.phase < Phase.READY)
-        # A gateway's loop shares the interpreter with the threads that tokenise, and its death costs connections.
-        patience = config.stall_timeout if is_loading or child.role == ROLE_GATEWAY else config.hang_timeout
+        # A gateway's loop shares the interpreter with the threads that tokenise, and its death costs connections; a
+        # replica's supervisor may wait for ranks to die.
+        is_slow = is_loading or child.role in (ROLE_GATEWAY, ROLE_REPLICA)
+        patience = config.stall_timeout if is_slow else config.hang_timeout
         silence = now - since
         if silence > patience or (silence > STOPPED_TIMEOUT and is_stopped(child)):
             return child, f"{child.name} hangs: silent for {silence:.1f} s"

@@ -15,8 +15,8 @@ import zmq
 
 from novainfer.errors import ProtocolError
 from novainfer.protocol.supervision import ORDERS_SCHEMA, SUPERVISOR_SCHEMA
-from novainfer.transport.addresses import RunDir
-from novainfer.transport.channel import bind_pull, connect_push, start_authenticator
+from novainfer.transport.addresses import Endpoint, RunDir
+from novainfer.transport.channel import bind_pull, bind_rep, connect_push, start_authenticator
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +26,19 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 class Wakeups:
     """Blocks until something happens; no polling. For the main thread, which alone may set signal handlers."""
 
-    def __init__(self, run_dir: RunDir) -> None:
-        """Listen for reports. Raises `ConfigError` if somebody else does at the same address."""
+    def __init__(self, run_dir: RunDir, replica: int = 0) -> None:
+        """Listen for reports; orders go to the scheduler of this number.
+
+        Raises `ConfigError` if somebody else listens at the same address.
+        """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ranks = run_dir.rank_reports()
         # One address where the ranks are on this host, two where they are not.
         endpoints = dict.fromkeys((run_dir.supervisor(), ranks))
         self._reports = [bind_pull(self._context, endpoint) for endpoint in endpoints]
         self._authenticator = None if ranks.curve is None else start_authenticator(self._context, ranks.curve)
-        self._orders = connect_push(self._context, run_dir.orders(0))
+        self._orders_endpoint = run_dir.orders(replica)
+        self._orders: zmq.Socket[bytes] | None = None
         self._report_poller = zmq.Poller()
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
@@ -60,12 +64,19 @@ class Wakeups:
             signal.signal(number, handler)
         for reports in self._reports:
             reports.close()
-        self._orders.close(linger=0)
+        if self._orders is not None:
+            self._orders.close(linger=0)
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
         self._reader.close()
         self._writer.close()
+
+    def listen(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
+        """A socket for questions (REP), which `wait` returns for. The caller closes it, before us."""
+        socket = bind_rep(self._context, endpoint)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
 
     def watch(self, process_file: int) -> None:
         """Make `wait` return when this file of a process becomes readable, until it is closed (see `unwatch`)."""
@@ -84,6 +95,8 @@ class Wakeups:
 
     def order(self, message: object) -> None:
         """Send one record of ORDERS_SCHEMA to the scheduler, or to its successor if it is dead. Never blocks."""
+        if self._orders is None:
+            self._orders = connect_push(self._context, self._orders_endpoint)
         self._orders.send(ORDERS_SCHEMA.encode(message))
 
     def wait(self, timeout: float | None) -> tuple[list[signal.Signals], list[Any]]:

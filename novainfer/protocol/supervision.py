@@ -7,13 +7,14 @@ the one it works in: news of a process that has been replaced is dropped.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from novainfer.protocol.codec import Schema
 
 ROLE_GATEWAY = "gateway"
 ROLE_SCHEDULER = "scheduler"
 ROLE_WORKER = "worker"
+ROLE_REPLICA = "replica"  # the supervisor of one of several engines, for the supervisor above it
 
 # To a gateway, where SIGTERM would let it wait for its streams: the engine is gone for good.
 GIVE_UP_SIGNAL = signal.SIGUSR1
@@ -27,7 +28,7 @@ class ChildStarted:
     """Phase one: the process runs and its sockets are bound or connecting. `port`: a gateway's HTTP port."""
 
     role: str
-    index: int  # gateway number, scheduler (replica) number, worker rank
+    index: int  # gateway number, scheduler or replica number, worker rank
     pid: int
     port: int = 0
     epoch: int = FIRST_EPOCH
@@ -100,10 +101,25 @@ class SchedulerPulse:
 
 @dataclass(frozen=True, slots=True)
 class GatewayPulse:
-    """A gateway's event loop turns, several times a second."""
+    """A gateway's event loop turns, several times a second.
+
+    version: of the `replicas.json` that it goes by.   num_live[i]: live requests that replica replicas[i] has from it.
+    """
 
     index: int
     epoch: int
+    version: int = 0
+    replicas: list[int] = field(default_factory=list)
+    num_live: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPulse:
+    """A replica's supervisor turns, several times a second. serves: all of its processes are ready."""
+
+    index: int
+    epoch: int
+    serves: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +142,7 @@ SUPERVISOR_SCHEMA = Schema(
         6: SchedulerPulse,
         7: WorkersFault,
         8: GatewayPulse,
+        9: ReplicaPulse,
     },
 )
 
@@ -142,3 +159,37 @@ class WorkersLost:
 
 
 ORDERS_SCHEMA = Schema("orders", {1: WorkersLost})
+
+
+LIST, ADD, DRAIN, RESTART = "list", "add", "drain", "restart"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCommand:
+    """To a server with several replicas; answered by `ReplicaList` or `Refused`, before it has been carried out.
+
+    action: LIST; ADD one more; DRAIN: let these finish what they have, then end them; RESTART these (none: all), one
+    after another, each drained before.
+    """
+
+    action: str
+    replicas: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaList:
+    """states[i]: of replica replicas[i]: "loading", "serving", "recovering", "draining", "restarting" or "dead"."""
+
+    replicas: list[int]
+    states: list[str]
+    num_live: list[int]  # requests
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A command that cannot be carried out, and why."""
+
+    message: str
+
+
+CONTROL_SCHEMA = Schema("control", {1: ReplicaCommand, 16: ReplicaList, 17: Refused})

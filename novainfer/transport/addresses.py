@@ -103,6 +103,10 @@ class RunDir:
         """Where the supervisor listens for its child processes. Always ipc."""
         return self._ipc("supervisor")
 
+    def control(self) -> Endpoint:
+        """Where the supervisor of several replicas takes commands. Always ipc."""
+        return self._ipc("control")
+
     def orders(self, replica: int) -> Endpoint:
         """Where scheduler `replica` listens for its supervisor. Always ipc."""
         return self._ipc(f"scheduler-{replica}.orders")

@@ -41,6 +41,16 @@ def bind_pull(context: zmq.Context[S], endpoint: Endpoint) -> S:
     return _bind(_configure(context.socket(zmq.PULL)), endpoint)
 
 
+def bind_rep(context: zmq.Context[S], endpoint: Endpoint) -> S:
+    """The end that answers questions, one after another."""
+    return _bind(_configure(context.socket(zmq.REP)), endpoint)
+
+
+def connect_req(context: zmq.Context[S], endpoint: Endpoint) -> S:
+    """The end that asks."""
+    return _connect(_configure(context.socket(zmq.REQ)), endpoint)
+
+
 def connect_dealer(context: zmq.Context[S], endpoint: Endpoint, identity: bytes) -> S:
     """A DEALER with a fixed identity; reconnects by itself, so it may start before its peer."""
     socket = _configure(context.socket(zmq.DEALER))

@@ -15,12 +15,12 @@ from novainfer.transport.channel import new_keys
 
 
 @contextmanager
-def cluster_links(run_dir: RunDir, host: str | None) -> Iterator[None]:
+def cluster_links(run_dir: RunDir, host: str | None, replica: int = 0) -> Iterator[None]:
     """Publish tcp endpoints at `host` (an IP address of this host), with fresh keys, to all that read `run_dir`.
 
     None: ranks stay on this host, and nothing is published. Raises `ConfigError` if the address is not ours.
     """
-    files = run_dir.workers_file(0), run_dir.rank_reports_file
+    files = run_dir.workers_file(replica), run_dir.rank_reports_file
     for file in files:  # of a server that was killed here
         file.unlink(missing_ok=True)
     if host is None:

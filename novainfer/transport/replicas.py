@@ -28,7 +28,7 @@ class Replicas:
         """Where gateways reach each."""
         if not self.version:
             return {0: run_dir.gateways(0)}
-        return {replica: replica_dir(run_dir, replica).gateways(0) for replica in self.draining}
+        return {replica: replica_dir(run_dir, replica).gateways(replica) for replica in self.draining}
 
 
 def replica_dir(run_dir: RunDir, replica: int) -> RunDir:
