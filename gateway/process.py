@@ -199,7 +199,7 @@ class Membership:
         """Go by the newest version, if it is newer than the one that was `seen`; which it is."""
         replicas = self.file.read()
         if replicas.version != seen:
-            await self.client.follow(replicas.endpoints(self.run_dir), replicas.draining)
+            await self.client.follow(replicas.endpoints(self.run_dir), replicas.states)
         return replicas.version
 
 

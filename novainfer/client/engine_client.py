@@ -19,6 +19,7 @@ from novainfer.client.stream import Backlog, RequestStream
 from novainfer.errors import OverloadedError
 from novainfer.protocol.messages import AddRequest, Claimed, EngineInfo, EngineStats
 from novainfer.transport.addresses import Endpoint
+from novainfer.transport.replicas import DRAINING, OUT
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Totals:
 class _Replica:
     """One engine. ready_at: when it was last seen ready.   drain_by: when what it still has moves, if it is draining.
 
+    is_out: its supervisor says that it is dead.
     sent: requests since its last figures, which do not count them.
     """
 
@@ -47,12 +49,13 @@ class _Replica:
     link: EngineLink
     ready_at: float = 0.0
     drain_by: float | None = None
+    is_out: bool = False
     sent: int = 0
     stats: EngineStats | None = None
 
     @property
     def serves(self) -> bool:
-        return self.drain_by is None and self.link.is_ready
+        return self.drain_by is None and not self.is_out and self.link.is_ready
 
     @property
     def num_sequences(self) -> int:
@@ -105,8 +108,8 @@ class EngineClient:
         for replica in self._replicas.values():
             await replica.link.close()
 
-    async def follow(self, endpoints: Mapping[int, Endpoint], draining: Mapping[int, bool]) -> None:
-        """These are the engines now. What an engine that has gone still had moves to the others."""
+    async def follow(self, endpoints: Mapping[int, Endpoint], states: Mapping[int, str]) -> None:
+        """These are the engines now (see `Replicas`). What one that has gone, or is dead, still had moves to others."""
         for number in [number for number in self._replicas if number not in endpoints]:
             replica = self._replicas.pop(number)
             self._router.forget(number)
@@ -119,10 +122,13 @@ class EngineClient:
                 if self._is_started:
                     await self._replicas[number].link.start()
             replica = self._replicas[number]
-            if not draining[number]:
+            replica.is_out = states[number] == OUT
+            if states[number] != DRAINING:
                 replica.drain_by = None
             elif replica.drain_by is None:
                 replica.drain_by = time.monotonic() + self._drain_timeout
+        for number in self._replicas:
+            self._look_after(number)
         self._changed.set()
 
     def _add(self, number: int, endpoint: Endpoint) -> None:
@@ -282,7 +288,7 @@ class EngineClient:
             replica.ready_at = now
         if not any(one.serves for one in self._replicas.values() if one is not replica):
             return
-        if now - replica.ready_at > MOVE_SECONDS:
+        if replica.is_out or now - replica.ready_at > MOVE_SECONDS:
             self._move_all(replica, LOST)
         elif replica.drain_by is not None and now > replica.drain_by:
             self._move_all(replica, DRAINED)

@@ -17,7 +17,7 @@ from novainfer.engine.restarts import SPARE_DELAYS, STABLE_SECONDS, Restarts
 from novainfer.entrypoints.children import ChildState, Phase
 from novainfer.protocol.supervision import FIRST_EPOCH, ROLE_REPLICA, GatewayPulse, ReplicaList, ReplicaPulse
 from novainfer.transport.addresses import RunDir, write_private
-from novainfer.transport.replicas import Replicas, replica_dir, write_replicas
+from novainfer.transport.replicas import DRAINING, IN, OUT, Replicas, replica_dir, write_replicas
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ STAY, LEAVE, RESTART = "stay", "leave", "restart"  # what becomes of a replica
 class Replica:
     """One replica. due: when its process is to be started.   is_late: it was added to a server that serves.
 
+    serves: all of its processes are ready.   fate: what is to become of it.
     draining_since: the version of `replicas.json` that told the gateways so; 0 = it is not draining.
     """
 
@@ -40,6 +41,7 @@ class Replica:
     draining_since: int = 0
     num_deaths: int = 0  # since it last served
     is_told: bool = False  # to end
+    is_out: bool = False  # it is dead, and its successor does not serve yet
 
 
 @dataclass(slots=True)
@@ -108,8 +110,11 @@ class Roster:
         replica = self._replicas[number]
         replica.serves, replica.num_deaths = True, 0
         replica.restarts.serves(now)
+        was_published = _published(replica)
+        replica.is_out = False
         if replica.fate == RESTART and replica.is_told:
             replica.fate, replica.draining_since, replica.is_told = STAY, 0, False
+        if _published(replica) != was_published:
             self._publish()
         self._has_served = self._has_served or self.all_ready()
 
@@ -131,11 +136,12 @@ class Roster:
             self._publish()
             return was_told
         replica.child = ChildState(ROLE_REPLICA, child.index, child.epoch + 1)
-        if was_told:
-            replica.due = now
-        else:
+        replica.is_out = True
+        replica.due = now
+        if not was_told:
             replica.num_deaths += 1
-            replica.due = now + (replica.restarts.delay(now) or 0.0)
+            replica.due += replica.restarts.delay(now) or 0.0
+        self._publish()
         return was_told
 
     def is_hopeless(self) -> bool:
@@ -225,9 +231,8 @@ class Roster:
     def _publish(self) -> int:
         """Tell the gateways; the version that tells them."""
         self._version += 1
-        write_replicas(self._run_dir, Replicas(self._version, {r.child.index: r.fate != STAY for r in self}))
-        if any(replica.fate != STAY for replica in self):
-            logger.debug("replicas.json is at version %d", self._version)
+        states = {replica.child.index: _published(replica) for replica in self}
+        write_replicas(self._run_dir, Replicas(self._version, states))
         return self._version
 
     # -- listing ------------------------------------------------------------------------------------------------
@@ -250,6 +255,12 @@ class Roster:
         if replica.serves:
             return "serving"
         return "loading" if replica.child.phase < Phase.READY else "recovering"
+
+
+def _published(replica: Replica) -> str:
+    if replica.is_out:
+        return OUT
+    return IN if replica.fate == STAY else DRAINING
 
 
 def num_cores() -> int:

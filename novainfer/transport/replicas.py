@@ -14,21 +14,23 @@ from novainfer.errors import ConfigError
 from novainfer.transport.addresses import Endpoint, RunDir
 
 NAME = "replicas.json"
+# IN: it takes requests, when it is ready. DRAINING: only what it has. OUT: it is dead; what it had goes elsewhere.
+IN, DRAINING, OUT = "in", "draining", "out"
 REPLICA_DIR = "replica-"  # with a replica's number: its run directory, in the server's
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """By number: whether it is draining (takes no new requests). `version` grows with every change."""
+    """states: by number, IN, DRAINING or OUT. `version` grows with every change."""
 
     version: int = 0
-    draining: dict[int, bool] = field(default_factory=dict)
+    states: dict[int, str] = field(default_factory=dict)
 
     def endpoints(self, run_dir: RunDir) -> dict[int, Endpoint]:
         """Where gateways reach each."""
         if not self.version:
             return {0: run_dir.gateways(0)}
-        return {replica: replica_dir(run_dir, replica).gateways(replica) for replica in self.draining}
+        return {replica: replica_dir(run_dir, replica).gateways(replica) for replica in self.states}
 
 
 def replica_dir(run_dir: RunDir, replica: int) -> RunDir:
@@ -39,9 +41,7 @@ def replica_dir(run_dir: RunDir, replica: int) -> RunDir:
 def write_replicas(run_dir: RunDir, replicas: Replicas) -> None:
     """Replace the file as a whole."""
     draft = run_dir.path / f"{NAME}.new"
-    draft.write_text(
-        json.dumps({"version": replicas.version, "draining": {str(r): d for r, d in replicas.draining.items()}})
-    )
+    draft.write_text(json.dumps({"version": replicas.version, "states": replicas.states}), encoding="utf-8")
     os.replace(draft, run_dir.path / NAME)
 
 
@@ -62,9 +62,9 @@ class ReplicasFile:
         seen = (status.st_ino, status.st_mtime_ns)
         if seen != self._seen:
             try:
-                data = json.loads(self._path.read_text())
-                draining = {int(replica): bool(value) for replica, value in data["draining"].items()}
-                self._replicas = Replicas(int(data["version"]), draining)
+                data = json.loads(self._path.read_text(encoding="utf-8"))
+                states = {int(replica): str(state) for replica, state in data["states"].items()}
+                self._replicas = Replicas(int(data["version"]), states)
             except (ValueError, KeyError, AttributeError) as error:
                 raise ConfigError(f"{self._path} is not what a supervisor writes: {error}") from None
             self._seen = seen
