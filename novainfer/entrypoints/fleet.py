@@ -179,7 +179,7 @@ class Fleet:
             replica = self._child(ROLE_REPLICA, report.index, report.epoch)
             if replica is not None:
                 heard(replica, now)
-                self._roster.note_pulse(report, now)
+                self._roster.note_pulse_of(report.index, serves=report.serves)
         elif isinstance(report, ChildStarted | ChildReady | ChildFault):
             child = self._child(report.role, report.index, report.epoch)
             if child is not None:

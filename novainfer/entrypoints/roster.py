@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from novainfer.config import ServeConfig
 from novainfer.engine.restarts import SPARE_DELAYS, STABLE_SECONDS, Restarts
 from novainfer.entrypoints.children import ChildState, Phase
-from novainfer.protocol.supervision import FIRST_EPOCH, ROLE_REPLICA, GatewayPulse, ReplicaList, ReplicaPulse
+from novainfer.protocol.supervision import FIRST_EPOCH, ROLE_REPLICA, GatewayPulse, ReplicaList
 from novainfer.transport.addresses import RunDir, write_private
 from novainfer.transport.replicas import DRAINING, IN, OUT, Replicas, replica_dir, write_replicas
 
@@ -118,9 +118,9 @@ class Roster:
             self._publish()
         self._has_served = self._has_served or self.all_ready()
 
-    def note_pulse(self, pulse: ReplicaPulse, now: float) -> None:
+    def note_pulse_of(self, number: int, *, serves: bool) -> None:
         """Whether a replica has all of its processes."""
-        self._replicas[pulse.index].serves = pulse.serves
+        self._replicas[number].serves = serves
 
     def all_ready(self) -> bool:
         """Every replica has been ready since its start."""

@@ -65,7 +65,7 @@ class ReplicasFile:
                 data = json.loads(self._path.read_text(encoding="utf-8"))
                 states = {int(replica): str(state) for replica, state in data["states"].items()}
                 self._replicas = Replicas(int(data["version"]), states)
-            except (ValueError, KeyError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{self._path} is not what a supervisor writes: {error}") from None
             self._seen = seen
         return self._replicas
