@@ -223,14 +223,17 @@ class GatewaySession:
             self._end(entry.request.request_id, error)
 
     def leave(self) -> list[Moved]:
-        """Take every live request out, for another session to `adopt`; this engine is told to forget them."""
+        """Take every live request out, for another session to `adopt`.
+
+        With a new link this engine forgets them, and what it still says of them is of the old one, should they return.
+        """
         moved = []
         for entry in self._journal:
             request_id = entry.request.request_id
-            self._tell(CancelRequest(request_id))
             shorts = self._journal.shorts(entry)
             self._journal.remove(request_id)
             moved.append(Moved(entry, self._sinks.pop(request_id), shorts))
+        self._open_link()
         return moved
 
     def adopt(self, moved: Moved, now: float) -> None:
