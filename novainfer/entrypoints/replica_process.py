@@ -38,6 +38,9 @@ from novainfer.transport.replicas import replica_dir
 
 logger = logging.getLogger(__name__)
 
+# A replica's epochs go on where those of the process before it can never have come to: gateways drop older ones.
+EPOCHS_OF_A_START = 1_000_000
+
 
 class FleetReports:
     """A `Progress` that tells the supervisor of the server."""
@@ -111,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     reports = FleetReports(server_dir, args.index, args.epoch)
     reports.started()
     try:
-        return _supervise(config, run_dir, args.index, reports)
+        return _supervise(config, run_dir, args.index, reports, args.epoch)
     except ConfigError as error:
         reports.fault(str(error))
         return 2
@@ -119,11 +122,12 @@ def main(argv: list[str] | None = None) -> int:
         reports.end()
 
 
-def _supervise(config: ServeConfig, run_dir: RunDir, index: int, reports: FleetReports) -> int:
+def _supervise(config: ServeConfig, run_dir: RunDir, index: int, reports: FleetReports, start: int) -> int:
     _remove_files(run_dir)
     with cluster_links(run_dir, config.parallel.cluster_host, index):
         launch = standard_launch(config, run_dir, index)
-        with Supervisor(config, run_dir, launch, reports, index) as supervisor:
+        first_epoch = FIRST_EPOCH + (start - FIRST_EPOCH) * EPOCHS_OF_A_START
+        with Supervisor(config, run_dir, launch, reports, index, first_epoch) as supervisor:
             return supervisor.run()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -134,6 +135,7 @@ class Roster:
         if replica.fate == LEAVE:
             del self._replicas[child.index]
             self._publish()
+            shutil.rmtree(replica_dir(self._run_dir, child.index).path, ignore_errors=True)
             return was_told
         replica.child = ChildState(ROLE_REPLICA, child.index, child.epoch + 1)
         replica.is_out = True

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 from types import TracebackType
 
@@ -68,11 +67,17 @@ class Supervisor:
     """One server's life, from the first process to the last. All state is in these fields; one thread changes them."""
 
     def __init__(
-        self, config: ServeConfig, run_dir: RunDir, launch: Launch, progress: Progress | None = None, replica: int = 0
+        self,
+        config: ServeConfig,
+        run_dir: RunDir,
+        launch: Launch,
+        progress: Progress | None = None,
+        replica: int = 0,
+        first_epoch: int = FIRST_EPOCH,
     ) -> None:
         self._config = config
         self._launch = launch
-        self.epoch = FIRST_EPOCH
+        self.epoch = first_epoch
         self.table = ChildTable(
             num_gateways=config.server.num_gateways,
             world_size=config.parallel.tensor_parallel_size,
@@ -132,8 +137,7 @@ class Supervisor:
         return self.table.of(ROLE_SCHEDULER)[0]
 
     @property
-    def _worker_epoch(self) -> int:
-        """In which the worker group was started that is there, or is on its way."""
+    def _worker_epoch(self) -> int:  # in which the group was started that is there, or is on its way
         return self.table.of(ROLE_WORKER)[0].epoch
 
     def _serve(self) -> None:
@@ -169,9 +173,8 @@ class Supervisor:
             self._progress.announce(self._config, self.table.port)
             self._prepare()
         if self._replacements.is_going_on and not self.table.behind(Phase.READY):
-            logger.info(
-                "serving again after %.2f s (epoch %d)", self._replacements.all_ready(time.monotonic()), self.epoch
-            )
+            seconds = self._replacements.all_ready(time.monotonic())
+            logger.info("serving again after %.2f s (epoch %d)", seconds, self.epoch)
             self._prepare()
 
     def _prepare(self) -> None:
@@ -393,6 +396,4 @@ class Supervisor:
 def run_supervisor(config: ServeConfig, run_dir: RunDir) -> int:
     """Serve with the real processes until a signal; returns the exit status."""
     with Supervisor(config, run_dir, standard_launch(config, run_dir)) as supervisor:
-        status = supervisor.run()
-    sys.stdout.flush()
-    return status
+        return supervisor.run()
