@@ -1,4 +1,4 @@
-"""Two "hosts" on one machine for tests of what runs between hosts: namespaces of network, processes and mounts.
+"""Several "hosts" on one machine for tests of what runs between hosts: namespaces of network, processes and mounts.
 
 A host has its own interface, loopback, /tmp, /dev/shm and process ids. Everything in it dies with its first process,
 which ends when its standard input does: so nothing outlives the test, however that ends.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-ADDRESSES = "10.213.0.1", "10.213.0.2"
+_NETWORK = "10.213.0"
 _PATIENCE = 60  # seconds; only a failing test waits that long
 # The shell stays to take the orphans of the host away once they have ended.
 _FIRST_PROCESS = """
@@ -37,7 +37,7 @@ def why_not() -> str | None:
 
 
 class Host:
-    """One of the two. Commands run in it with `prefix`; its /tmp is the folder `tmp` here."""
+    """One of them. Commands run in it with `prefix`; its /tmp is the folder `tmp` here."""
 
     def __init__(self, tmp: Path, address: str) -> None:
         tmp.mkdir()
@@ -81,20 +81,31 @@ def _kept() -> list[str]:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Two hosts with one wire between them; `folder` is where their files lie."""
+def hosts_of_one_network(folder: Path, number: int = 2) -> Iterator[tuple[Host, ...]]:
+    """Some hosts that hear each other and nobody else; `folder` is where their files lie.
+
+    Each has the others' way out as its default route: Ray asks which one it would use for that to
+    find its own address.
+    """
     with ExitStack() as stack:
-        hosts = []
-        for number, address in enumerate(ADDRESSES):
-            hosts.append(Host(folder / f"host-{number}", address))
+        hosts: list[Host] = []
+        for index in range(number):
+            hosts.append(Host(folder / f"host-{index}", f"{_NETWORK}.{index + 1}"))
             stack.callback(hosts[-1].close)
-        first, second = hosts
-        # From the first one's network, but with our process ids, by which the second is named.
-        wire = ("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second.pid))
-        subprocess.run(["nsenter", "--target", str(first.pid), "--net", *wire], check=True)
-        for host, other in ((first, second), (second, first)):
-            host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
-            host.run("ip", "link", "set", "eth0", "up")
-            # Ray finds its own address by asking which one would be used to go out.
-            host.run("ip", "route", "add", "default", "via", other.address)
-        yield first, second
+        first, *others = hosts
+        first.run("ip", "link", "add", "bridge", "type", "bridge")
+        _connect(first, "bridge", others[0])
+        for index, host in enumerate(others):
+            # From the first one's network, but with our process ids, by which the other is named.
+            wire = ("type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+            inside_first = ("nsenter", "--target", str(first.pid), "--net")
+            subprocess.run([*inside_first, "ip", "link", "add", f"wire{index}", *wire], check=True)
+            first.run("ip", "link", "set", f"wire{index}", "master", "bridge", "up")
+            _connect(host, "eth0", first)
+        yield tuple(hosts)
+
+
+def _connect(host: Host, device: str, router: Host) -> None:
+    host.run("ip", "address", "add", f"{host.address}/24", "dev", device)
+    host.run("ip", "link", "set", device, "up")
+    host.run("ip", "route", "add", "default", "via", router.address)

@@ -36,8 +36,9 @@ class RayExecutor:
         self._ranks = ZmqExecutor(run_dir.workers(0), world_size=world_size, epoch=epoch, context=self._context)
         self._group = RayWorkerGroup(config, run_dir)
         try:
-            self._group.start(epoch)
-            self._wait_ready(time.monotonic() + config.server.start_timeout)
+            deadline = time.monotonic() + config.server.start_timeout
+            self._group.start(epoch, is_wanted=lambda: time.monotonic() < deadline)
+            self._wait_ready(deadline)
         except BaseException:
             self.close()
             raise

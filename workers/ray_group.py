@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,9 @@ from workers.ray_spare import SpareRanks
 
 logger = logging.getLogger(__name__)
 
-_PLACEMENT_TIMEOUT = 60.0  # seconds
+_PLACEMENT_TIMEOUT = 60.0  # seconds; for a Ray instance of our own, which gets no more room with time
+_PLACEMENT_LOOK = 1.0  # seconds between two looks at whether there is room, or no need of it any more
+_PLACEMENT_WORDS = 30.0  # seconds between two words about it
 _KILL_PATIENCE = 5.0  # seconds
 _END_PATIENCE = 0.5  # seconds
 _NO_EPOCH = 0  # of a spare
@@ -38,17 +41,19 @@ class RayWorkerGroup:
         self._ray = RayInstance(config.parallel, run_dir.path)
         self._use_gpu = False
         self._placement: Any = None
+        self._is_placed = False
         self._hosts: list[Any] = []  # an actor handle per rank
         self._epoch = _NO_EPOCH  # of the newest ranks
         self._spare: SpareRanks | None = None
         self._runs: list[Any] = []  # one object reference per rank, ready when the rank has ended
 
-    def start(self, epoch: int, known: Sequence[str] = ()) -> None:
+    def start(self, epoch: int, known: Sequence[str] = (), is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Start all ranks, in the Ray instance that is there or else in a new one. Does not wait for loading.
 
         known: the fingerprints that the group may have; none: any.
+        is_wanted: whether to go on waiting for a cluster that has no room yet (its hosts may still be on their way).
         Call it from a thread that lives as long as the group. Importing Ray installs its SIGTERM handler in the main
-        thread. Raises `ConfigError` if there are too few GPUs, `EngineError` if Ray has no room.
+        thread. Raises `ConfigError` if there are too few GPUs, `EngineError` if our own Ray instance has no room.
         """
         if self._ray.is_started and not self._ray.is_there():
             self.stop()
@@ -56,7 +61,11 @@ class RayWorkerGroup:
             self._start_ray()
         if self._placement is None:
             self._reserve()
-        self._place(epoch, known)
+        if any(_has_lost_its_host(run) for run in self._runs):
+            self._is_placed = False
+        if self._is_placed or self._wait_for_room(is_wanted):
+            self._is_placed = True
+            self._place(epoch, known)
 
     def _start_ray(self) -> None:
         self._ray.start()
@@ -125,7 +134,7 @@ class RayWorkerGroup:
             if self._placement is not None:
                 ray.util.remove_placement_group(self._placement)
         self._ray.stop()
-        self._hosts, self._spare, self._runs, self._placement = [], None, [], None
+        self._hosts, self._spare, self._runs, self._placement, self._is_placed = [], None, [], None, False
 
     def _drop_spare(self) -> None:
         if self._spare is not None:
@@ -140,9 +149,26 @@ class RayWorkerGroup:
         if self._config.parallel.cluster_host is None:  # our sockets are in this host's file system
             bundle[f"node:{ray.util.get_node_ip_address()}"] = 0.001
         self._placement = ray.util.placement_group([bundle] * world_size, strategy="STRICT_PACK")
-        if not self._placement.wait(_PLACEMENT_TIMEOUT):
-            raise EngineError(f"Ray has no room on one host for {world_size} ranks with {bundle} each")
+
+    def _wait_for_room(self, is_wanted: Callable[[], bool]) -> bool:
+        """Whether there is room, at once or (in a cluster) some day. For ranks of a lost host Ray looks for another."""
+        is_local = self._config.parallel.ray_address is None
+        began = time.monotonic()
+        words_at = began + _PLACEMENT_LOOK
+        while not self._placement.wait(_PLACEMENT_LOOK):
+            if not is_wanted():
+                return False
+            now = time.monotonic()
+            if is_local and now - began > _PLACEMENT_TIMEOUT:
+                raise EngineError(f"Ray has no room on one host for {self._wish()}")
+            if now >= words_at:
+                words_at = now + _PLACEMENT_WORDS
+                logger.warning("waiting for room on one host of the Ray cluster for %s", self._wish())
         logger.info("the ranks are on %s", _node_of(self._placement))
+        return True
+
+    def _wish(self) -> str:
+        return f"{len(self._placement.bundle_specs)} ranks with {self._placement.bundle_specs[0]} each"
 
     def _place(self, epoch: int, known: Sequence[str]) -> None:
         """Start all ranks: those of a spare group that stands by, else new ones."""
@@ -217,9 +243,14 @@ def _node_of(placement: Any) -> str:
 
 
 def _uses_gpu(config: ParallelConfig) -> bool:
-    """Whether every rank gets a GPU, from the configuration and what Ray sees on the host that has most."""
+    """Whether every rank gets a GPU, from the configuration and what Ray sees on the host that has most.
+
+    A cluster may yet get hosts with GPUs, if they are what is asked for.
+    """
     if config.device == "cpu":
         return False
+    if config.device == "cuda" and config.ray_address is not None:
+        return True
     found = int(max(node["Resources"].get("GPU", 0) for node in import_ray().nodes() if node["Alive"]))
     if config.device == "cuda" and found < config.tensor_parallel_size:
         wanted = config.tensor_parallel_size

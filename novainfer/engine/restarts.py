@@ -8,6 +8,7 @@ DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before the next start, by deaths s
 SPARE_DELAYS = (*DELAYS, 15.0, 30.0, 60.0, 120.0, 300.0)  # they are not missed before something else dies
 STABLE_SECONDS = 60.0  # an idle engine proves itself by living so long
 GATEWAY_STABLE_SECONDS = 0.0  # one that became ready works: what it died of came later
+REPLICA_STABLE_SECONDS = 0.0  # what its processes die of again and again it mends itself, with delays of its own
 
 
 class Restarts:

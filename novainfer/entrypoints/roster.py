@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from novainfer.config import ServeConfig
-from novainfer.engine.restarts import SPARE_DELAYS, STABLE_SECONDS, Restarts
+from novainfer.engine.restarts import REPLICA_STABLE_SECONDS, SPARE_DELAYS, Restarts
 from novainfer.entrypoints.children import ChildState, Phase
 from novainfer.protocol.supervision import FIRST_EPOCH, ROLE_REPLICA, GatewayPulse, ReplicaList
 from novainfer.transport.addresses import RunDir, write_private
@@ -81,7 +81,7 @@ class Roster:
     def add(self) -> Replica:
         """One more, to be started at once."""
         number, self._next_number = self._next_number, self._next_number + 1
-        restarts = Restarts(None, STABLE_SECONDS, SPARE_DELAYS)  # as long as others serve it is tried again
+        restarts = Restarts(None, REPLICA_STABLE_SECONDS, SPARE_DELAYS)  # as long as others serve it is tried again
         child = ChildState(ROLE_REPLICA, number, FIRST_EPOCH)
         replica = Replica(child, restarts, due=time.monotonic(), is_late=self._has_served)
         self._replicas[number] = replica

@@ -22,10 +22,11 @@ _CHECK_INTERVAL = 0.25  # seconds
 class WorkerGroup(Protocol):
     """All ranks of one replica, placed and owned by somebody (Ray). Start follows start, each after an `end`."""
 
-    def start(self, epoch: int, known: Sequence[str]) -> None:
+    def start(self, epoch: int, known: Sequence[str], is_wanted: Callable[[], bool]) -> None:
         """Create every rank; returns when all are placed, before they have loaded. Raises if that is impossible.
 
         known: the fingerprints that the group may have; none: any.
+        is_wanted: while it waits for a place, it asks this, and returns without one as soon as that is False.
         """
         ...
 
@@ -115,7 +116,7 @@ class WorkerThread:
         try:
             while (epoch := self._next_epoch(group)) is not None:
                 try:
-                    group.start(epoch, self._known)
+                    group.start(epoch, self._known, lambda: not (self._is_stopping or self._wanted))
                     self._watch(group, epoch)
                 except Exception as error:
                     logger.debug("the worker group failed", exc_info=True)

@@ -15,7 +15,7 @@ import pytest
 from novainfer.protocol.step import WORKER_SCHEMA, WorkerFault
 from novainfer.protocol.supervision import FIRST_EPOCH, ROLE_WORKER, SUPERVISOR_SCHEMA, ChildFault
 from novainfer.transport.addresses import RunDir
-from tests.netns import Host, two_hosts, why_not
+from tests.netns import Host, hosts_of_one_network, why_not
 from tests.servers import RunningServer, assert_gone
 
 pytestmark = pytest.mark.stage2
@@ -62,7 +62,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    with two_hosts(tmp_path_factory.mktemp("hosts")) as (front, back):
+    with hosts_of_one_network(tmp_path_factory.mktemp("hosts")) as (front, back):
         head = ("--head", "--port", PORT, "--num-cpus", "0", "--include-dashboard=false", "--disable-usage-stats")
         front.run(*RAY, *head, "--node-ip-address", front.address, environ=environ())
         other = ("--address", f"{front.address}:{PORT}", "--num-cpus", "2", "--node-ip-address", back.address)

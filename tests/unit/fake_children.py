@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -59,7 +59,7 @@ class FakeWorkers:
         self._deaths_left = {"die-once": 1, "die-twice": 2}.get(behaviour, 0)
         self._fingerprints = fingerprints
 
-    def start(self, epoch: int, known: Sequence[str]) -> None:
+    def start(self, epoch: int, known: Sequence[str], is_wanted: Callable[[], bool]) -> None:
         note(self._log, "workers of epoch", epoch)
         note(self._log, "known", "".join(known))
         fingerprint = self._fingerprints[min(epoch, len(self._fingerprints)) - 1]

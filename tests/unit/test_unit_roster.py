@@ -116,6 +116,13 @@ def test_a_replica_when_it_dies_again_and_again_then_it_is_started_ever_later_as
     assert server.roster.is_hopeless()
 
 
+def test_a_replica_when_it_had_served_before_each_death_then_it_is_started_at_once_each_time(server: Server) -> None:
+    for _ in range(6):
+        server.end(0)
+        assert server.roster[0].due == server.now
+        server.serve(server.roster.take_due(server.now)[0])
+
+
 def test_a_draining_replica_when_every_gateway_has_nothing_there_and_knows_it_then_it_ends(server: Server) -> None:
     alive(server)
     server.pulse({0: 0, 1: 0}, {0: 0, 1: 0})

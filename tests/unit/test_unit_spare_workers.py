@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -32,7 +32,7 @@ class Group:
         self.loads = False  # the spare does not stand by yet
         self.is_prepared = False
 
-    def start(self, epoch: int, known: Sequence[str]) -> None:
+    def start(self, epoch: int, known: Sequence[str], is_wanted: Callable[[], bool]) -> None:
         self.is_whole = True
         self.known = known
         self.calls.put(("start", epoch))
