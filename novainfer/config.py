@@ -15,6 +15,7 @@ from novainfer.errors import ConfigError
 
 DEMO_MODEL = "demo"  # the checkpoint in novainfer/assets/demo
 MIB = 1024 * 1024
+OWN_ADDRESS = "auto"  # --cluster-host: that of this host's default route
 QUANTIZED_ON_GPUS = "--quantization {scheme} runs on CPUs only so far"
 QUANTIZED_CACHE_ON_GPUS = "--kv-cache-dtype {dtype} runs on CPUs only so far"
 SPARES_ON_GPUS = "--spare-workers is for CPUs: a spare group would need GPUs of its own; leave it at 0"
@@ -137,8 +138,8 @@ class ParallelConfig:
     )
     cluster_host: str | None = option(
         None,
-        "IP address of this host that ranks on other hosts of the Ray cluster reach it at (tcp:// with CURVE keys); "
-        "default: the ranks stay on this host, over ipc.",
+        "IP address of this host that ranks on other hosts of the Ray cluster reach it at (tcp:// with CURVE keys), "
+        "or auto: that of its default route; default: the ranks stay on this host, over ipc.",
     )
 
 
@@ -298,6 +299,8 @@ def _check_gpus(config: ServeConfig) -> None:
 def _check_cluster_host(host: str, ray_address: str | None) -> None:
     if ray_address is None:
         raise ConfigError("--cluster-host needs --ray-address: a local Ray has no other hosts")
+    if host == OWN_ADDRESS:
+        return
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -70,14 +70,26 @@ class Host:
         return os.readlink(f"/proc/{pid}/ns/net") == os.readlink(f"/proc/{self.pid}/ns/net")
 
     def close(self) -> None:
-        """End the host and everything in it."""
-        self._process.communicate(timeout=_PATIENCE)
+        """End the host and everything in it (idempotent)."""
+        if self._process.returncode is None:
+            self._process.communicate(timeout=_PATIENCE)
+
+    def take_home(self, home: Path) -> Path:
+        """Give the host a home directory of its own at `home`; the folder that it is here."""
+        mine = self.tmp / "home"
+        mine.mkdir()
+        for folder in _kept(str(home)):
+            (mine / Path(folder).relative_to(home)).mkdir(parents=True)
+            self.run("mount", "--bind", folder, f"/tmp/home/{Path(folder).relative_to(home)}")
+        self.run("mount", "--rbind", "/tmp/home", str(home))
+        return mine
 
 
-def _kept() -> list[str]:
-    """What a host shares with us although it has a /tmp of its own: this checkout and the interpreter's packages."""
-    folders = dict.fromkeys((Path(__file__).resolve().parent.parent, Path(sys.prefix)))
-    return [str(folder) for folder in folders if folder.is_relative_to("/tmp")]
+def _kept(private: str = "/tmp") -> list[str]:
+    """What a host shares with us below a folder that is its own: this checkout, the interpreter, compiled kernels."""
+    kernels = Path.home() / ".cache" / "novainfer" / "native"
+    folders = Path(__file__).resolve().parent.parent, Path(sys.prefix), Path(sys.base_prefix), kernels
+    return [str(folder) for folder in dict.fromkeys(folders) if folder.is_relative_to(private) and folder.exists()]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from novainfer.config import OWN_ADDRESS
 from novainfer.errors import ConfigError
 from novainfer.transport.addresses import CurveKeys, Endpoint, RunDir, write_private
 from novainfer.transport.channel import new_keys
@@ -18,7 +19,8 @@ from novainfer.transport.channel import new_keys
 def cluster_links(run_dir: RunDir, host: str | None, replica: int = 0) -> Iterator[None]:
     """Publish tcp endpoints at `host` (an IP address of this host), with fresh keys, to all that read `run_dir`.
 
-    None: ranks stay on this host, and nothing is published. Raises `ConfigError` if the address is not ours.
+    'auto': the address that this host goes out with. None: ranks stay on this host, and nothing is published.
+    Raises `ConfigError` if the address is not ours.
     """
     files = run_dir.workers_file(replica), run_dir.rank_reports_file
     for file in files:  # of a server that was killed here
@@ -26,6 +28,8 @@ def cluster_links(run_dir: RunDir, host: str | None, replica: int = 0) -> Iterat
     if host is None:
         yield
         return
+    if host == OWN_ADDRESS:
+        host = _own_address()
     keys = new_keys()
     with _reserved_port(host) as workers_port, _reserved_port(host) as reports_port:
         try:
@@ -35,6 +39,18 @@ def cluster_links(run_dir: RunDir, host: str | None, replica: int = 0) -> Iterat
         finally:
             for file in files:
                 file.unlink(missing_ok=True)
+
+
+def _own_address() -> str:
+    """What a packet to far away would name as its source. None is sent; the numbers are kept for examples."""
+    for family, far_away in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((far_away, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    raise ConfigError("this host has no default route, so --cluster-host has to name one of its addresses")
 
 
 def _tcp(host: str, port: int, keys: CurveKeys) -> Endpoint:

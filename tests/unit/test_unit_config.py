@@ -70,7 +70,7 @@ def test_a_cluster_host_that_cannot_be_reached_when_checked_then_the_error_says_
         check(build_config({"cluster_host": host, "ray_address": ray_address}))
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "auto"])
 def test_a_cluster_host_when_checked_with_a_cluster_then_it_can_work(host: str) -> None:
     check(build_config({"cluster_host": host, "ray_address": "auto"}))
 
