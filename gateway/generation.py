@@ -15,7 +15,7 @@ from starlette.types import Receive
 
 from gateway.body import ClientGone
 from gateway.context import RequestInfo
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import CANCELLED, FAILED, FINISHED, GatewayMetrics
 from gateway.plain_choice import PlainChoice
 from gateway.slices import Slices
 from novainfer.client.output import (
@@ -104,9 +104,12 @@ class Generation:
             for c in range(self._n)
         ]
         self.told = [place for prompt in prompts for place in prompt.told or [0] * self._n]
+        self._first_token_at = [0.0] * len(self.outputs)
         self._last_token_at = [0.0] * len(self.outputs)
         self._plain: dict[tuple[str, int], PlainChoice] = {}  # by request id and its choice: until the end
         self._watcher: asyncio.Task[None] | None = None
+        self._is_closed = False
+        metrics.request_begun(prompts[0].params.max_tokens)
 
     def watch(self, receive: Receive) -> None:
         """From now on a client that goes away cancels everything."""
@@ -274,8 +277,26 @@ class Generation:
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None
-        if all(output.finish_reason not in (None, FINISH_CANCELLED) for output in self.outputs):
-            self._metrics.whole.observe(time.perf_counter() - self._info.started)
+        if not self._is_closed:
+            self._is_closed = True
+            self._count_end()
+
+    def _count_end(self) -> None:
+        metrics, outputs = self._metrics, self.outputs
+        reasons = {output.finish_reason for output in outputs}
+        outcome = CANCELLED if self.client_gone or FINISH_CANCELLED in reasons else FAILED
+        if reasons.isdisjoint((None, FINISH_CANCELLED)):
+            outcome = FINISHED
+            metrics.whole.observe(time.perf_counter() - self._info.started)
+        metrics.request_ended(
+            self._info.tenant,
+            outcome,
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
+            generation_tokens=sum(output.num_tokens for output in outputs),
+        )
+        for output, first, last in zip(outputs, self._first_token_at, self._last_token_at, strict=True):
+            if output.num_tokens > 1 and first:
+                metrics.time_per_token.observe((last - first) / (output.num_tokens - 1))
 
     def _fresh(self, item: TokenOutput | PromptLogprobs) -> ChoiceDelta | None:
         """What of an output was not told before; all of it is applied."""
@@ -318,6 +339,7 @@ class Generation:
         now, last = time.perf_counter(), self._last_token_at[choice]
         self._last_token_at[choice] = now
         if not last:
+            self._first_token_at[choice] = now
             self._metrics.first_token.observe(now - self._info.started)
             return
         self._metrics.between_tokens.observe((now - last) / count, count)

@@ -169,6 +169,11 @@ class Limits:
         """The tenant has no limits of its own."""
         return self._account(tenant).quota == NO_QUOTA
 
+    @property
+    def live_by_tenant(self) -> dict[str, int]:
+        """Live requests of every tenant that has had one."""
+        return {tenant: account.live for tenant, account in self._accounts.items()}
+
     def headers(self, tenant: str) -> dict[str, str]:
         """`x-ratelimit-*` as OpenAI has them, of the limits that the tenant has."""
         account = self._account(tenant)

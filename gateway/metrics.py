@@ -1,17 +1,18 @@
-"""Prometheus metrics of one gateway: its own requests, and the scheduler's figures as last reported."""
+"""Prometheus metrics of one gateway: its own requests. docs/metrics.md lists all that a server exports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.engine_metrics import ClientCollector, EngineCollector, View
+from gateway.foreign_names import renamed
 from gateway.histogram import TokenHistogram
-from novainfer.protocol.messages import EngineInfo, EngineStats
+from gateway.metrics_files import MetricsFiles
+from novainfer import __version__
 
 _FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
@@ -20,59 +21,83 @@ _BETWEEN_TOKENS_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80,
 )  # fmt: skip
 _WHOLE_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-_Family = TypeVar("_Family", GaugeMetricFamily, CounterMetricFamily)
+_TOKEN_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000,
+)  # fmt: skip
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS"})
+_MAX_TENANTS = 50  # with series of their own
+_OTHERS, _EVERYBODY = "other", "everybody"  # the tenants beyond that; the one of a server without keys
 
-
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """One replica's scheduler as this gateway last heard of it; `engine` is the replica's number."""
-
-    engine: int
-    info: EngineInfo | None
-    stats: EngineStats | None
-    num_protocol_errors: int  # broken messages of it, dropped
-
-
-Engines = Callable[[], Sequence[EngineView]]
+FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"  # how a request ends that was begun
 
 
 class GatewayMetrics:
     """One registry per application. Label values come from fixed sets, never from a request."""
 
-    def __init__(self, model_name: str, engines: Engines) -> None:
+    def __init__(
+        self, model_name: str, view: View, *, tenants: Iterable[str] = (), foreign_names: str = "none"
+    ) -> None:
+        """view: of this gateway's client. tenants: who may have series. foreign_names: see `foreign_names`."""
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(model_name, engines))
-        self._http = Counter(
-            "novainfer_http_requests",
-            "HTTP requests by route and status.",
-            ["method", "handler", "status"],
-            registry=self._registry,
+        self._foreign_names = foreign_names
+        self._engines = EngineCollector(model_name, view)
+        self._files: MetricsFiles | None = None
+        self._tenants = frozenset(sorted(tenants)[:_MAX_TENANTS])
+        self._registry.register(ClientCollector(model_name, view))
+        self._register_refusals()
+        self._register_times(model_name)
+        self._register_requests(model_name)
+
+    def _register_refusals(self) -> None:
+        self._http = self._counter(
+            "http_requests", "HTTP requests by route and status.", ["method", "handler", "status"]
         )
         self._http_counters: dict[tuple[str, str, str], Counter] = {}  # `labels` looks it up under a lock
-        self._rejected = Counter(
-            "novainfer_admission_rejections", "Generations refused.", ["reason"], registry=self._registry
-        )
+        self._rejected = self._counter("admission_rejections", "Generations refused.", ["reason"])
         self._rejected_counters: dict[int, Counter] = {}
-        self._text_processes_lost = Counter(
-            "novainfer_text_processes_lost",
+        self._text_processes_lost = self._counter(
+            "text_processes_lost",
             "Text processes killed for their time or as nobody waited for them, or dead, and replaced.",
             ["reason"],
-            registry=self._registry,
         )
+
+    def _register_times(self, model_name: str) -> None:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_BUCKETS, model_name
         )
-        self.between_tokens = TokenHistogram(
-            "novainfer_inter_token_latency_seconds",
-            "Between the tokens of a choice.",
-            _BETWEEN_TOKENS_BUCKETS,
-            {"model_name": model_name},
+        self.between_tokens = self._token_histogram(
+            "inter_token_latency_seconds", "Between the tokens of a choice.", _BETWEEN_TOKENS_BUCKETS, model_name
         )
-        self._registry.register(self.between_tokens)
+        self.time_per_token = self._token_histogram(
+            "request_time_per_output_token_seconds",
+            "Of a choice, from its first token to its last, by the number of those between.",
+            _BETWEEN_TOKENS_BUCKETS,
+            model_name,
+        )
         self.whole = self._histogram(
             "e2e_request_latency_seconds", "From the request to its last token.", _WHOLE_BUCKETS, model_name
         )
+
+    def _register_requests(self, model_name: str) -> None:
+        self._prompt_tokens = self._token_histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", _TOKEN_BUCKETS, model_name
+        )
+        self._generation_tokens = self._token_histogram(
+            "request_generation_tokens", "Tokens generated for a request.", _TOKEN_BUCKETS, model_name
+        )
+        self._max_tokens = self._token_histogram(
+            "request_params_max_tokens",
+            "Most tokens that each choice of a request may have.",
+            _TOKEN_BUCKETS,
+            model_name,
+        )
+        self._begun = self._counter("requests_begun", "Generations sent to an engine, or taken over.")
+        self._ended = self._counter("requests_ended", "Those of them that have ended, by how.", ["outcome"])
+        for outcome in (FINISHED, CANCELLED, FAILED):
+            self._ended.labels(outcome)
+        self._tenant_requests = self._counter("tenant_requests", "Generations of a tenant that have ended.", ["tenant"])
+        self._tenant_prompt = self._counter("tenant_prompt_tokens", "Their prompt tokens.", ["tenant"])
+        self._tenant_generation = self._counter("tenant_generation_tokens", "Tokens generated for them.", ["tenant"])
         self.live = Gauge("novainfer_gateway_live_requests", "Generations now live.", registry=self._registry)
         self.journal = Gauge(
             "novainfer_gateway_journal_entries", "Requests (one a prompt) in the journal.", registry=self._registry
@@ -106,76 +131,95 @@ class GatewayMetrics:
         """Count one: 'time', 'unwanted' or 'died'."""
         self._text_processes_lost.labels(reason).inc()
 
+    def watch_tenants(self, live: Callable[[], Mapping[str, int]]) -> None:
+        """live: how many generations each tenant has now."""
+        self._registry.register(_TenantsCollector(live, self._name_of))
+
+    def request_begun(self, max_tokens: int) -> None:
+        """Count a generation that goes to an engine."""
+        self._begun.inc()
+        self._max_tokens.observe(max_tokens)
+
+    def request_ended(self, tenant: str, outcome: str, *, prompt_tokens: int, generation_tokens: int) -> None:
+        """Count its end: `FINISHED`, `CANCELLED` or `FAILED`."""
+        self._ended.labels(outcome).inc()
+        self._prompt_tokens.observe(prompt_tokens)
+        self._generation_tokens.observe(generation_tokens)
+        name = self._name_of(tenant)
+        self._tenant_requests.labels(name).inc()
+        self._tenant_prompt.labels(name).inc(prompt_tokens)
+        self._tenant_generation.labels(name).inc(generation_tokens)
+
+    def share(self, files: MetricsFiles) -> None:
+        """From now on the exposition is that of all gateways that write such files."""
+        self._files = files
+
+    def publish(self) -> None:
+        """Let the other gateways know how far this one is."""
+        if self._files is not None:
+            self._files.publish(self._registry.collect())
+
     def exposition(self) -> bytes:
-        """The text format that Prometheus scrapes."""
-        return generate_latest(self._registry)
+        """The text format that Prometheus scrapes: of the whole server."""
+        mine = self._registry.collect()
+        families = [
+            *(mine if self._files is None else self._files.merged(mine)),
+            *self._engines.collect(),
+            _build_info(),
+        ]
+        if self._foreign_names != "none":
+            families += renamed(families)
+        return generate_latest(_Collected(families))
+
+    def _name_of(self, tenant: str) -> str:
+        if not tenant:
+            return _EVERYBODY
+        return tenant if tenant in self._tenants else _OTHERS
+
+    def _counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"novainfer_{name}", help_text, labels, registry=self._registry)
+
+    def _token_histogram(self, name: str, help_text: str, buckets: Sequence[float], model_name: str) -> TokenHistogram:
+        histogram = TokenHistogram(f"novainfer_{name}", help_text, buckets, {"model_name": model_name})
+        self._registry.register(histogram)
+        return histogram
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...], model_name: str) -> Histogram:
         family = Histogram(f"novainfer_{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry)
         return family.labels(model_name)
 
 
-class _EngineCollector(Collector):
-    """Reads the schedulers' last reports when scraped."""
+class _TenantsCollector(Collector):
+    """How many generations each tenant has now."""
 
-    def __init__(self, model_name: str, engines: Engines) -> None:
-        self._model_name = model_name
-        self._engines = engines
+    def __init__(self, live: Callable[[], Mapping[str, int]], name_of: Callable[[str], str]) -> None:
+        self._live = live
+        self._name_of = name_of
 
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for view in self._engines():
-            _Exposition(families, [self._model_name, str(view.engine)]).add(view)
-        yield from families.values()
+    def collect(self) -> Iterable[Metric]:
+        """The family, for a scrape."""
+        counts: dict[str, int] = {}
+        for tenant, count in self._live().items():
+            name = self._name_of(tenant)
+            counts[name] = counts.get(name, 0) + count
+        family = GaugeMetricFamily("novainfer_tenant_live_requests", "Generations now live.", labels=["tenant"])
+        for name, count in sorted(counts.items()):
+            family.add_metric([name], count)
+        yield family
 
 
-class _Exposition:
-    """Adds one replica's samples to families that all replicas share."""
+class _Collected(CollectorRegistry):
+    """Families that were collected before, for `generate_latest`."""
 
-    def __init__(self, families: dict[str, Metric], labels: list[str]) -> None:
+    def __init__(self, families: Sequence[Metric]) -> None:
+        super().__init__()
         self._families = families
-        self._labels = labels
 
-    def add(self, view: EngineView) -> None:
-        """What the replica says of itself; little before its first report."""
-        self._gauge("engine_ready", "1 when the engine takes requests.", bool(view.info and view.info.ready))
-        self._counter("protocol_errors", "Broken messages of the engine, dropped.", view.num_protocol_errors)
-        stats = view.stats
-        if stats is None:
-            return
-        used = stats.num_blocks - stats.num_free_blocks
-        self._gauge("engine_epoch", "Grows with every new start of scheduler or workers.", stats.epoch)
-        self._gauge("num_requests_running", "Sequences running.", stats.num_running)
-        self._gauge("num_requests_waiting", "Sequences waiting.", stats.num_waiting)
-        self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.", used / max(stats.num_blocks, 1))
-        self._gauge(
-            "seconds_since_progress", "Seconds since the engine last finished a step or was idle.",
-            stats.seconds_since_progress,
-        )  # fmt: skip
-        self._counter("engine_steps", "Steps of the engine.", stats.step)
-        self._counter("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens_total)
-        self._counter("generation_tokens", "Tokens sampled.", stats.generation_tokens_total)
-        self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens_total)
-        self._counter("prefix_cache_hits", "Prompt tokens found cached.", stats.cached_prompt_tokens_total)
-        self._counter("num_preemptions", "Sequences preempted.", stats.preemptions_total)
-        self._counter("spec_decode_num_draft_tokens", "Tokens guessed by prompt lookup.", stats.drafted_total)
-        self._counter("spec_decode_num_accepted_tokens", "Those of them that came true.", stats.drafts_accepted_total)
-        self._counter("requests_accepted", "Requests (of one or more choices) accepted.", stats.accepted_total)
-        finished = self._family(
-            CounterMetricFamily, "choices_finished", "Choices finished, by their finish reason.", ["finish_reason"]
-        )
-        for reason, count in sorted(stats.finished_total.items()):
-            finished.add_metric([*self._labels, reason], count)
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
-    def _gauge(self, name: str, help_text: str, value: float) -> None:
-        self._family(GaugeMetricFamily, name, help_text).add_metric(self._labels, value)
 
-    def _counter(self, name: str, help_text: str, value: float) -> None:
-        self._family(CounterMetricFamily, name, help_text).add_metric(self._labels, value)
-
-    def _family(self, kind: type[_Family], name: str, help_text: str, labels: Sequence[str] = ()) -> _Family:
-        family = self._families.get(name)
-        if family is None:
-            family = kind(f"novainfer_{name}", help_text, labels=["model_name", "engine", *labels])
-            self._families[name] = family
-        return cast(_Family, family)
+def _build_info() -> Metric:
+    family = GaugeMetricFamily("novainfer_build_info", "What serves.", labels=["version"])
+    family.add_metric([__version__], 1)
+    return family

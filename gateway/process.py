@@ -29,6 +29,7 @@ from setproctitle import setproctitle
 from gateway.app import create_app
 from gateway.auth import KeyRing
 from gateway.door import Door
+from gateway.metrics_files import MetricsFiles
 from gateway.service import GatewayService
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig, ServerConfig
@@ -52,6 +53,7 @@ log = logging.getLogger("gateway")
 
 KEEP_ALIVE_TIMEOUT = 75  # seconds; above the usual 60 of a load balancer, so that it is the one to close
 _PULSE_INTERVAL = 0.25  # seconds
+_PUBLISH_INTERVAL = 1.0  # seconds
 _LAST_WORDS_SECONDS = 2.0  # for error events to reach their clients after the drain timeout
 _BACKLOG = 2048
 _MAX_FILES = 65536
@@ -215,12 +217,14 @@ async def _serve(
     reports = [
         asyncio.ensure_future(_report_ready(service, report)),
         asyncio.ensure_future(_report_pulse(report, membership)),
+        asyncio.ensure_future(_publish(service)),
     ]
     try:
         await server.serve([listener])
     finally:
         for task in reports:
             task.cancel()
+        service.metrics.publish()
 
 
 async def _report_ready(service: GatewayService, report: Reporter) -> None:
@@ -250,6 +254,12 @@ async def _report_pulse(report: Reporter, membership: Membership) -> None:
         await asyncio.sleep(_PULSE_INTERVAL)
 
 
+async def _publish(service: GatewayService) -> None:
+    while True:
+        service.metrics.publish()
+        await asyncio.sleep(_PUBLISH_INTERVAL)
+
+
 def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> None:
     config = ServeConfig.from_json(run_dir.config_file.read_text(encoding="utf-8"))
     logging.basicConfig(
@@ -265,7 +275,9 @@ def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> Non
         gateway_id=f"gateway-{index}",
         drain_timeout=config.server.drain_timeout,
     )
-    service = GatewayService(config, client, index=index, is_successor=report.epoch > FIRST_EPOCH)
+    is_successor = report.epoch > FIRST_EPOCH
+    service = GatewayService(config, client, index=index, is_successor=is_successor)
+    service.metrics.share(MetricsFiles(run_dir, index, is_successor=is_successor))
     gc.collect()
     gc.freeze()  # what is there now stays: no collection in mid-request need look at it
     server = build_server(service, keys, drain_timeout=config.server.drain_timeout, log_level=config.server.log_level)

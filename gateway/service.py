@@ -14,10 +14,11 @@ from dataclasses import replace
 
 from gateway.body import ByteBudget
 from gateway.context import RequestInfo
+from gateway.engine_metrics import ClientView, EngineView
 from gateway.errors import ApiError, to_api_error
 from gateway.generation import Generation, PromptState
 from gateway.limits import Cost, Limits, Room
-from gateway.metrics import EngineView, GatewayMetrics
+from gateway.metrics import GatewayMetrics
 from gateway.params import check_repeated, draw_seed, estimate_cost, resolve_params
 from gateway.quotas import quotas_of
 from gateway.receipts import ModelDigest, Receipts
@@ -59,10 +60,16 @@ class GatewayService:
             max_per_tenant=server.max_requests_per_key,
             quotas=quotas_of(config.keys, server.num_gateways),
         )
-        self.metrics = GatewayMetrics(self.model_names[0], lambda: list(_views(client)))
+        self.metrics = GatewayMetrics(
+            self.model_names[0],
+            lambda: _view(client),
+            tenants={key.tenant for key in config.keys},
+            foreign_names=config.server.metrics_compat,
+        )
         self._counted_refusals = _CountedRefusals(self.metrics)
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.metrics.journal.set_function(lambda: self.client.num_live)
+        self.metrics.watch_tenants(lambda: self.limits.live_by_tenant)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
         is_shared = len({key.tenant for key in config.keys}) > 1
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes, is_shared=is_shared)
@@ -314,10 +321,13 @@ class _CountedRefusals:
             self._metrics.rejected(to_api_error(error).status)
 
 
-def _views(client: EngineClient) -> Iterator[EngineView]:
-    for number, link in client.links.items():
-        session = link.session
-        yield EngineView(number, session.info, session.stats, session.num_protocol_errors)
+def _view(client: EngineClient) -> ClientView:
+    sessions = {number: link.session for number, link in client.links.items()}
+    engines = [
+        EngineView(number, one.info, one.stats, one.num_protocol_errors, one.num_tokens_received)
+        for number, one in sessions.items()
+    ]
+    return ClientView(engines, client.totals.moved, client.totals.routed)
 
 
 def deadline_of(info: RequestInfo) -> float:

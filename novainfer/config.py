@@ -176,6 +176,9 @@ class ServerConfig:
     orphan_grace: float = option(30.0, "Seconds that a request outlives its gateway, to be fetched by its id.")
     stall_timeout: float = option(60.0, "Seconds that a rank may spend on one layer before it counts as hung.")
     run_dir: str | None = option(None, "Directory for sockets (0700); default: a new temporary one.")
+    metrics_compat: str = option(
+        "none", "vllm: /metrics has its figures under vLLM's names, too.", choices=("none", "vllm")
+    )
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
 

@@ -68,6 +68,7 @@ class GatewaySession:
         self.limits: EngineInfo | None = None
         self.stats: EngineStats | None = None
         self.num_protocol_errors = 0
+        self.num_tokens_received = 0
         self.heard_at = now
         self.stats_at = now
         self._send_packet = send
@@ -297,6 +298,7 @@ class GatewaySession:
             self._take(item, batch.epoch)
         if not batch.has_even_columns:
             raise ProtocolError("a batch's columns are of different lengths")
+        self.num_tokens_received += len(batch.token_ids) + sum([len(output.token_ids) for output in batch.outputs])
         for ref, cached in zip(batch.begun_refs, batch.begun_cached, strict=False):
             if (live := self._journal.choices.get(ref)) is not None and live.entry.num_cached_tokens < 0:
                 live.entry.num_cached_tokens = cached

@@ -26,4 +26,9 @@ def collect_stats(scheduler: Scheduler, epoch: int, seconds_since_progress: floa
         drafts_accepted_total=totals.drafts_accepted,
         seconds_since_progress=seconds_since_progress,
         queue_seconds=scheduler.queue_seconds,
+        choices_accepted_total=totals.choices_accepted,
+        queue_time=scheduler.timing.queue,
+        prefill_time=scheduler.timing.prefill,
+        decode_time=scheduler.timing.decode,
+        inference_time=scheduler.timing.inference,
     )

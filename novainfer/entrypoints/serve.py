@@ -162,7 +162,16 @@ def _take_lock(descriptor: int, run_dir: RunDir) -> None:
 
 
 def _remove_files(run_dir: RunDir) -> None:
-    for pattern in ("config.json", "lock", "supervisor", "control", "replicas.json", "scheduler-*", "ranks-*"):
+    for pattern in (
+        "config.json",
+        "lock",
+        "supervisor",
+        "control",
+        "replicas.json",
+        "scheduler-*",
+        "gateway-*",
+        "ranks-*",
+    ):
         for path in run_dir.path.glob(pattern):
             path.unlink(missing_ok=True)
     for path in (run_dir.path / "ray", *run_dir.path.glob(f"{REPLICA_DIR}*")):

@@ -8,6 +8,7 @@ older epochs and indexes that it has, and treats a gap as a fault.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from novainfer.protocol.codec import Schema
@@ -218,6 +219,26 @@ class Claimed:
     num_tokens: list[list[int]] = field(default_factory=list)
 
 
+TIME_BUCKETS = (
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960,
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Spread:
+    """How often a time was of which length. counts: one per bucket of `TIME_BUCKETS` (upper bounds, seconds), and one
+    for what is above; not summed up. total: seconds.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(TIME_BUCKETS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """One more."""
+        self.counts[bisect_left(TIME_BUCKETS, seconds)] += 1
+        self.total += seconds
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Gauges and running totals of one scheduler, sent several times a second and on Hello.
@@ -241,6 +262,12 @@ class EngineStats:
     drafted_total: int = 0  # tokens guessed, see `StepPlan.num_drafts`
     drafts_accepted_total: int = 0
     queue_seconds: float = 0.0  # estimate: in how many seconds what waits now will have started
+    choices_accepted_total: int = 0  # = all of finished_total + num_running + num_waiting
+    # Of choices, see `novainfer.scheduler.timing`.
+    queue_time: Spread = field(default_factory=Spread)
+    prefill_time: Spread = field(default_factory=Spread)
+    decode_time: Spread = field(default_factory=Spread)
+    inference_time: Spread = field(default_factory=Spread)
 
 
 GATEWAY_SCHEMA = Schema(

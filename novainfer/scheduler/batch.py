@@ -29,6 +29,7 @@ class StepRecord:
     num_tokens: int  # that it computes
     context: int  # tokens that those it computes attend to: all of its rows
     submitted: float | None  # seconds, on the caller's clock
+    begun: list[Sequence]  # whose prompt is whole with it
 
     def sampled_by(self, result: StepResult) -> list[Sequence]:
         """Whose tokens the result has, in its order. Raises `EngineError` if it does not answer this step."""
@@ -176,6 +177,7 @@ class StepBatch:
             num_tokens=len(self.decodes) + sum(self.chunk_sizes),
             context=sum([s.num_computed_tokens for s in sequences]),
             submitted=submitted,
+            begun=[s for s in self.prompts if s.num_computed_tokens >= s.prompt_len and not s.num_output],
         )
 
 

@@ -49,6 +49,8 @@ class Sequence:
     last_step: int = 0  # the newest plan with a token of it
     work: int = 0  # units of service that it got: see `fairness`
     drafts: DraftPace | None = None  # None: it may have no drafts
+    begun_at: float = 0.0  # see `timing`; 0: not measured
+    first_token_at: float = 0.0
     finished: bool = False
 
     @property
@@ -75,6 +77,7 @@ class Sequence:
         self.table.clear()
         self.row = NO_ROW
         self.num_pending = self.num_ahead = self.num_computed_tokens = self.num_confirmed_tokens = 0
+        self.begun_at = self.first_token_at = 0.0
         self.generation += 1
 
     def finish_reason(self) -> str | None:

@@ -38,6 +38,7 @@ from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
 from novainfer.scheduler.request import Request, Sequence, make_request
 from novainfer.scheduler.rows import Rows
+from novainfer.scheduler.timing import Timing
 from novainfer.scheduler.totals import Totals
 
 _RETRY_AFTER_S = 1.0  # before anything was measured
@@ -62,6 +63,7 @@ class Scheduler:
         self.waiting = WaitingQueue(self._shares)
         self.requests: dict[str, Request] = {}
         self.totals = Totals()
+        self.timing = Timing()
         self._load = LoadMeter()
         self._pace = StepPace()
         self._now: float | None = None  # of this turn, where the caller says
@@ -127,6 +129,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         self._num_live += n
         self.totals.accepted += 1
+        self.totals.choices_accepted += n
         self.totals.prompt_tokens += request.prompt_len
         self._deadlines.watch(request, self.requests)
         if not any(message.emitted):
@@ -249,6 +252,7 @@ class Scheduler:
         self._step += 1
         record = batch.record(self._step, self._now)
         self._in_flight.append(record)
+        self.timing.begin(batch.prompts, self._now)
         for sequence in batch.prompts:
             sequence.last_step = self._step
             self._not_begun.pop(sequence.request_id, None)
@@ -300,6 +304,7 @@ class Scheduler:
         """How long the step took: from the result before it, or from its submission to idle workers."""
         if self._now is None or record.submitted is None:
             return
+        self.timing.first_tokens(record.begun, self._now)
         seconds = self._now - max(self._last_result, record.submitted)
         self._last_result = self._now
         if seconds > 0:
@@ -361,6 +366,7 @@ class Scheduler:
         if reason in (FINISH_STOP, FINISH_LENGTH) and sequence.work:
             bound = (sequence.request.prompt_len if sequence.choice == 0 else 0) + 2 * sequence.request.max_tokens
             self._load.ended(sequence.work, bound)
+            self.timing.end(sequence, self._now)
         sequence.finished = True
         self._isolation.leave(sequence)
         self._num_live -= 1

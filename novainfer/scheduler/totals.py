@@ -12,6 +12,7 @@ class Totals:
     """Running counts since the scheduler started."""
 
     accepted: int = 0
+    choices_accepted: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # choices by the finish reason that we gave them
     stopped_by_string: int = 0  # those of the cancelled that met a stop string, which only their client could see
     prompt_tokens: int = 0

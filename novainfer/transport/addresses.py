@@ -123,6 +123,14 @@ class RunDir:
         """The tcp endpoint of `workers`, if ranks may live on other hosts. Holds secret keys."""
         return self.path / f"scheduler-{replica}.workers.json"
 
+    def metrics_file(self, gateway: int) -> Path:
+        """What gateway `gateway` has counted."""
+        return self.path / f"gateway-{gateway}.metrics"
+
+    def metrics_files(self) -> list[Path]:
+        """Those of all gateways."""
+        return sorted(self.path.glob("gateway-*.metrics"))
+
     @property
     def rank_reports_file(self) -> Path:
         """The tcp endpoint of `rank_reports`, if ranks may live on other hosts. Holds secret keys."""

@@ -13,6 +13,7 @@ from gateway import generation as generation_module
 from gateway import slices
 from gateway.answers import ChatAnswer, CompletionAnswer, chunks_of
 from gateway.context import RequestInfo
+from gateway.engine_metrics import ClientView
 from gateway.generation import SLICE_ENTRIES, Generation, PromptState
 from gateway.metrics import GatewayMetrics
 from gateway.schemas import ChatRequest, CompletionRequest
@@ -66,7 +67,7 @@ def generation_of(tokenizer: Tokenizer) -> Generation:
         [PromptState("r", PROMPT, params, [2], echo=tokenizer.decode(PROMPT))],
         stream,
         tokenizer,
-        GatewayMetrics("m", list),
+        GatewayMetrics("m", ClientView),
         engine=EngineInfo(1, True),
         info=RequestInfo("r"),
         after_prompt=True,

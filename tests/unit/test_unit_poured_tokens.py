@@ -23,6 +23,7 @@ from gateway.answers import chunks_of
 from gateway.body import ClientGone
 from gateway.body_writer import BodyWriter
 from gateway.context import RequestInfo
+from gateway.engine_metrics import ClientView
 from gateway.generation import Generation, PromptState
 from gateway.metrics import GatewayMetrics
 from gateway.schemas import ChatRequest, CompletionRequest
@@ -100,7 +101,7 @@ class Server:
             [PromptState("r", PROMPT, SamplingParams(max_tokens=100, **params), [2])],
             self.stream,
             tokenizer,
-            GatewayMetrics("m", list),
+            GatewayMetrics("m", ClientView),
             engine=EngineInfo(1, True),
             info=RequestInfo("r"),
             after_prompt=True,

@@ -13,6 +13,7 @@ from gateway.auth import KeyRing
 from gateway.body import ByteBudget
 from gateway.context import RequestInfo
 from gateway.door import Door
+from gateway.engine_metrics import ClientView
 from gateway.limits import Cost, Limits, Permit, Room
 from gateway.metrics import GatewayMetrics
 from gateway.plain_request import PlainRequest
@@ -32,7 +33,7 @@ class Service:
         self.config = SimpleNamespace(server=SimpleNamespace(cors_origins=()))
         self.client: Any = SimpleNamespace(limits=object(), stats=object())
         self.limits = Limits(max_live=3, quotas=quotas)
-        self.metrics = GatewayMetrics("m", list)
+        self.metrics = GatewayMetrics("m", ClientView)
         self.max_body_bytes = 1000
         self.body_budget = ByteBudget(10_000, is_shared=False)
         self.room = Room(sequences=100, queued_tokens=100, retry_after=1.0)

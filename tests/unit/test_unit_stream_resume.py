@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.answers import chunks_of
 from gateway.context import RequestInfo
+from gateway.engine_metrics import ClientView
 from gateway.generation import Generation, PromptState
 from gateway.metrics import GatewayMetrics
 from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
@@ -54,7 +55,7 @@ def say(
         [PromptState("r", [5, 6], params, [2], told=parse_event_id(after, [params.max_tokens] * params.n))],
         stream,
         tokenizer,
-        GatewayMetrics("m", list),
+        GatewayMetrics("m", ClientView),
         engine=EngineInfo(1, True),
         info=RequestInfo("r"),
         after_prompt=not is_chat,
