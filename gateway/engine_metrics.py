@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from novainfer.client.engine_client import DRAINED, LOST
 from novainfer.protocol.messages import TIME_BUCKETS, EngineInfo, EngineStats, Spread
 
 _Family = TypeVar("_Family", GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily)
@@ -73,8 +74,8 @@ class ClientCollector(Collector):
             received.add_metric([self._model_name, str(number)], one.num_tokens_received)
         for (number, how), count in sorted(view.routed.items()):
             routed.add_metric([self._model_name, str(number), how], count)
-        for why, count in sorted(view.moved.items()):
-            moved.add_metric([self._model_name, why], count)
+        for why in (DRAINED, LOST):
+            moved.add_metric([self._model_name, why], view.moved.get(why, 0))
         yield from (errors, received, routed, moved)
 
 

@@ -55,11 +55,15 @@ class GatewayMetrics:
         self._http_counters: dict[tuple[str, str, str], Counter] = {}  # `labels` looks it up under a lock
         self._rejected = self._counter("admission_rejections", "Generations refused.", ["reason"])
         self._rejected_counters: dict[int, Counter] = {}
+        for reason in ("invalid", "overloaded", "rate_limit"):  # a series that begins at 1 has no rate
+            self._rejected.labels(reason)
         self._text_processes_lost = self._counter(
             "text_processes_lost",
             "Text processes killed for their time or as nobody waited for them, or dead, and replaced.",
             ["reason"],
         )
+        for reason in ("time", "unwanted", "died"):
+            self._text_processes_lost.labels(reason)
 
     def _register_times(self, model_name: str) -> None:
         self.first_token = self._histogram(
