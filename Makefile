@@ -24,7 +24,7 @@ SEEDS      ?= 2000
 PEERS      ?=
 BENCH_ARGS ?=
 
-.PHONY: setup serve test test-deploy check chaos chaos-net soak cancels sigterm fuzz sim peers bench publish bench-demo clean
+.PHONY: setup serve test test-deploy manifests check chaos chaos-net soak cancels sigterm fuzz sim peers bench publish bench-demo clean
 
 setup: $(STAMP)
 
@@ -59,6 +59,12 @@ test-deploy: setup
 		rsync iproute2; } || echo "no Prometheus or no sshd: some tests will say that they do not run"
 	$(BIN)/python -m pip install --quiet --editable '.[deploy]'
 	@$(BIN)/python -m tests.run --suite deploy
+
+# Dashboards, and plain manifests for those without Helm.
+manifests: setup
+	$(BIN)/python -m pip install --quiet --editable '.[deploy]'
+	$(BIN)/python deploy/dashboards.py
+	$(BIN)/python deploy/kubernetes/render.py
 
 check: setup
 	$(BIN)/ruff check .
