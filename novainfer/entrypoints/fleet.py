@@ -136,6 +136,7 @@ class Fleet:
 
     def _look_around(self, now: float) -> None:
         """What is due, what hangs, what has become of those that are to go."""
+        self._progress.turn(self._has_served)
         self._start_replicas(now)
         for index in [index for index, at in self._due.items() if at <= now]:
             del self._due[index]

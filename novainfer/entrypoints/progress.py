@@ -7,7 +7,7 @@ import time
 from typing import Protocol, TextIO
 
 from novainfer.config import ServeConfig
-from novainfer.entrypoints.notify import notify
+from novainfer.entrypoints.notify import Watchdog, notify
 from novainfer.protocol.supervision import LoadProgress
 
 
@@ -47,6 +47,7 @@ class StartProgress:
         self._began = time.monotonic()
         self._stage = ""
         self._is_bar_open = False
+        self._watchdog = Watchdog()
 
     def show(self, message: LoadProgress) -> None:
         """Draw the new state."""
@@ -75,7 +76,8 @@ class StartProgress:
         notify("READY=1", f"STATUS={text}")
 
     def turn(self, serves: bool) -> None:
-        """Nobody asks."""
+        """Tell the service manager."""
+        self._watchdog.turn()
 
     def stopping(self) -> None:
         """Tell the service manager."""

@@ -112,6 +112,7 @@ def test_the_unit_when_the_server_stops_then_systemd_waits_longer_than_the_super
     assert float(service["TimeoutStopSec"]) > longest
     assert float(service["TimeoutStartSec"]) > ServerConfig().start_timeout
     assert service["Restart"] == "on-failure"
+    assert 10 <= float(service["WatchdogSec"]) <= 60
     assert service["RuntimeDirectoryMode"] == "0700"
 
 

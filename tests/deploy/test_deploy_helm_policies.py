@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from novainfer.entrypoints.fleet import REPLICA_TIMEOUT
+from novainfer.entrypoints.supervisor import DRAIN_MARGIN, STOP_TIMEOUT, WORKERS_TIMEOUT
 from tests.deploy.charts import VALUE_SETS, Manifest, Pod, Rendered, rendered
 from tests.deploy.prometheus import DASHBOARDS, NAME, REPOSITORY, rule_queries
 
@@ -26,7 +28,7 @@ STANDARD_LABELS = {
     "app.kubernetes.io/managed-by",
 }
 SELECTOR_LABELS = {"app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/component"}
-END_SECONDS = 30  # for gateways, scheduler and ranks, once streams have ended
+END_SECONDS = DRAIN_MARGIN + max(STOP_TIMEOUT + WORKERS_TIMEOUT, REPLICA_TIMEOUT)  # once streams have ended
 HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC")
 SECRET_NAMES = re.compile(r"(token|secret|password|api_key)", re.IGNORECASE)
 

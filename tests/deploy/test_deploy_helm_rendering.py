@@ -58,7 +58,7 @@ BAD_VALUES: dict[str, dict[str, Any]] = {
     "an interval without a unit": {"metrics": {"serviceMonitor": {"interval": "15"}}},
 }
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
-    "less time than the drain takes": ({"terminationGracePeriodSeconds": 60}, "must be at least 105"),
+    "less time than the drain takes": ({"terminationGracePeriodSeconds": 60}, "must be at least 125"),
     "two models of one name": ({"models": [{"name": "a"}, {"name": "a"}]}, "two are named a"),
     "a host of no model": (
         {"ingress": {"enabled": True, "hosts": [{"host": "h", "model": "b"}]}},

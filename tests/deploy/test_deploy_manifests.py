@@ -67,7 +67,7 @@ def test_the_compose_files_server_when_started_then_its_flags_exist_and_it_has_t
     command = [sys.executable, "-m", "novainfer.entrypoints.cli", *arguments, "--print-config"]
     subprocess.run(command, check=True, capture_output=True)
     drain = next(int(a.split("=")[1]) for a in arguments if a.startswith("--drain-timeout"))
-    assert int(server["stop_grace_period"].removesuffix("s")) >= drain + 30
+    assert int(server["stop_grace_period"].removesuffix("s")) >= drain + 50
 
 
 def test_grafana_when_it_starts_then_it_finds_prometheus_and_the_dashboards() -> None:

@@ -79,12 +79,12 @@ app.kubernetes.io/component: {{ include "novainfer.component" . }}
 
 {{/* preStop, then the drain, then the end of gateways, scheduler and ranks. */}}
 {{- define "novainfer.gracePeriod" -}}
-{{- $least := add .Values.preStopSeconds .Values.drainTimeout 30 -}}
+{{- $least := add .Values.preStopSeconds .Values.drainTimeout 50 -}}
 {{- $given := .Values.terminationGracePeriodSeconds -}}
 {{- if kindIs "invalid" $given -}}
 {{- $least -}}
 {{- else if lt (int $given) (int $least) -}}
-{{- fail (printf "terminationGracePeriodSeconds must be at least %d: preStopSeconds + drainTimeout + 30" $least) -}}
+{{- fail (printf "terminationGracePeriodSeconds must be at least %d: preStopSeconds + drainTimeout + 50" $least) -}}
 {{- else -}}
 {{- int $given -}}
 {{- end -}}
