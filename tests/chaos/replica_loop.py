@@ -21,6 +21,7 @@ from novainfer.protocol.supervision import LIST, ReplicaCommand
 from novainfer.transport.addresses import RunDir
 from tests.chaos.kill_loop import Crowd, Kill, make_requests, report
 from tests.chaos.streams import read_all
+from tests.conservation import at_rest
 from tests.servers import RunningServer
 
 
@@ -81,6 +82,12 @@ def main(argv: list[str] | None = None) -> int:
                   f"{time.monotonic() - kill.at:.1f} s", flush=True)  # fmt: skip
         crowd.stop()
         moved = server.errors.count("requests go on elsewhere")
+        for figures in at_rest(server):
+            figures.check_engines()
+            figures.check_gateways()
+            assert figures.of("requests_ended_total", "failed") == 0
+        print(f"conserved: {figures['requests_begun_total']:.0f} requests begun and ended, none failed; choices of the "
+              f"engines as they are now: {figures['choices_accepted_total']:.0f} accepted and finished")  # fmt: skip
         server.stop()
     print(f"moved {moved} times")
     if args.report:

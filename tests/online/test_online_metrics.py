@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
+from tests.conservation import at_rest, scrape
 from tests.servers import RunningServer
 
 pytestmark = pytest.mark.stage2
 
+KEY = {"x-api-key": "key-red"}
 PATIENCE = 60  # seconds; only a failing test waits that long
 NUM_PLAIN, NUM_CANCELLED, NUM_STOPPED, CHOICES = 12, 4, 4, 2
 
@@ -26,47 +26,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     flags = ("--replicas", "2", "--num-gateways", "2", "--api-key-file", str(keys), "--metrics-compat", "vllm")
     with RunningServer(*flags, log=tmp_path_factory.mktemp("log") / "log") as running:
         yield running
-
-
-class Figures:
-    """One scrape: sums of samples by name, and by name and one label's value."""
-
-    def __init__(self, text: str) -> None:
-        self.sums: dict[str, float] = defaultdict(float)
-        self.by_label: dict[tuple[str, str], float] = defaultdict(float)
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                self.sums[sample.name] += sample.value
-                for value in sample.labels.values():
-                    self.by_label[sample.name, value] += sample.value
-
-    def __getitem__(self, name: str) -> float:
-        return self.sums[f"novainfer_{name}"]
-
-    def of(self, name: str, value: str) -> float:
-        """With this value of a label."""
-        return self.by_label[f"novainfer_{name}", value]
-
-
-def scrape(server: RunningServer) -> Figures:
-    """On a connection of its own: any gateway may answer."""
-    answer = httpx.get(f"{server.base_url}/metrics", headers={"x-api-key": "key-red"}, trust_env=False)
-    assert answer.status_code == 200
-    return Figures(answer.text)
-
-
-def at_rest(server: RunningServer, num_ended: int) -> list[Figures]:
-    """Scrapes, as many as likely reach every gateway, after all have told of so many ends and engines of being idle."""
-    deadline = time.monotonic() + PATIENCE
-    found: list[Figures] = []
-    while len(found) < 8:
-        now = scrape(server)
-        is_still = now["requests_ended_total"] == num_ended and not any(
-            now[name] for name in ("num_requests_running", "num_requests_waiting", "gateway_live_requests")
-        )
-        found = [*found, now] if is_still else []
-        assert time.monotonic() < deadline, dict(now.sums)
-    return found
 
 
 def ask(server: RunningServer, key: str, **body: object) -> None:
@@ -104,23 +63,17 @@ def work(server: RunningServer) -> int:
     return len(threads)
 
 
-def check_engines(now: Figures) -> None:
-    """The law of the schedulers: a choice that was accepted has ended, runs or waits."""
-    live = now["num_requests_running"] + now["num_requests_waiting"]
-    assert now["choices_accepted_total"] == now["choices_finished_total"] + live
-
-
 def test_given_two_gateways_and_replicas_when_all_is_done_then_every_scrape_says_the_same_and_it_adds_up(
     server: RunningServer,
 ) -> None:
     num_requests = work(server)
     assert num_requests == NUM_PLAIN + NUM_CANCELLED + NUM_STOPPED
-    for now in at_rest(server, num_requests):
+    for now in at_rest(server, num_requests, **KEY):
         assert now["requests_begun_total"] == num_requests
         assert now.of("requests_ended_total", "cancelled") == NUM_CANCELLED
         assert now.of("requests_ended_total", "finished") == NUM_PLAIN + NUM_STOPPED
         assert now.of("requests_ended_total", "failed") == 0
-        check_engines(now)
+        now.check_engines()
         assert now["choices_accepted_total"] == NUM_PLAIN + NUM_CANCELLED + NUM_STOPPED * CHOICES
         assert now["generation_tokens_total"] == now["gateway_tokens_received_total"]
         assert now["requests_routed_total"] == num_requests
@@ -137,7 +90,7 @@ def test_given_two_gateways_and_replicas_when_all_is_done_then_every_scrape_says
 
 
 def test_given_counts_when_a_rank_a_scheduler_and_a_gateway_are_killed_then_none_is_lost(server: RunningServer) -> None:
-    before = scrape(server)
+    before = scrape(server, KEY)
     ended = int(before["requests_ended_total"])
     for victim in ("worker 0.0", "scheduler 1"):
         load = threading.Thread(target=ask, args=(server, "key-blue"), kwargs={"max_tokens": 1000})
@@ -145,22 +98,22 @@ def test_given_counts_when_a_rank_a_scheduler_and_a_gateway_are_killed_then_none
         server.processes()[victim].kill()
         load.join()
         ended += 1
-        now = at_rest(server, ended)[-1]
+        now = at_rest(server, ended, **KEY)[-1]
         assert now.of("requests_ended_total", "failed") == 0
-        check_engines(now)
+        now.check_engines()
         if victim.startswith("worker"):
             assert now["generation_tokens_total"] == now["gateway_tokens_received_total"]
     assert now["engine_epoch"] > before["engine_epoch"]
 
-    at_rest(server, ended)
+    at_rest(server, ended, **KEY)
     old = server.processes()["gateway 1"]
     old.kill()
     deadline = time.monotonic() + PATIENCE
     while "gateway 1" not in (found := server.processes()) or found["gateway 1"].pid == old.pid:
         assert time.monotonic() < deadline
     server.wait_until_ready()
-    for now in at_rest(server, ended):
+    for now in at_rest(server, ended, **KEY):
         assert now["requests_begun_total"] == ended
         assert now["gateway_tokens_received_total"] >= before["gateway_tokens_received_total"]
     ended += work(server)
-    assert at_rest(server, ended)[-1]["requests_begun_total"] == ended
+    assert at_rest(server, ended, **KEY)[-1]["requests_begun_total"] == ended
