@@ -79,7 +79,7 @@ class ContextMiddleware:
         try:
             await app(scope, receive, send_with_headers)
         except Exception as error:
-            log.exception("request %s failed", info.request_id)
+            log.exception("request %s failed", info.request_id, extra={"request_id": info.request_id})
             if info.status:
                 raise  # the answer has begun: the server closes the connection
             await to_api_error(error).response()(scope, receive, send_with_headers)

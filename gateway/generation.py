@@ -109,6 +109,7 @@ class Generation:
         self._plain: dict[tuple[str, int], PlainChoice] = {}  # by request id and its choice: until the end
         self._watcher: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._outcome = ""
         metrics.request_begun(prompts[0].params.max_tokens)
 
     def watch(self, receive: Receive) -> None:
@@ -281,16 +282,33 @@ class Generation:
             self._is_closed = True
             self._count_end()
 
+    @property
+    def outcome(self) -> str:
+        """How it has ended, as metrics name it; once it is closed."""
+        return self._outcome
+
+    def figures(self) -> dict[str, int | float]:
+        """What can be said of it without its text; times in milliseconds since the request came, 0: there was none."""
+        first = min(filter(None, self._first_token_at), default=self._info.started)
+        last = max(self._last_token_at)
+        return {
+            "prompt_tokens": sum(len(prompt.token_ids) for prompt in self.prompts),
+            "cached_tokens": sum(prompt.num_cached_tokens or 0 for prompt in self.prompts),
+            "generation_tokens": sum(output.num_tokens for output in self.outputs),
+            "first_token_ms": round(1000 * (first - self._info.started), 1),
+            "last_token_ms": round(1000 * (last - self._info.started), 1) if last else 0,
+        }
+
     def _count_end(self) -> None:
         metrics, outputs = self._metrics, self.outputs
         reasons = {output.finish_reason for output in outputs}
-        outcome = CANCELLED if self.client_gone or FINISH_CANCELLED in reasons else FAILED
+        self._outcome = CANCELLED if self.client_gone or FINISH_CANCELLED in reasons else FAILED
         if reasons.isdisjoint((None, FINISH_CANCELLED)):
-            outcome = FINISHED
+            self._outcome = FINISHED
             metrics.whole.observe(time.perf_counter() - self._info.started)
         metrics.request_ended(
             self._info.tenant,
-            outcome,
+            self._outcome,
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             generation_tokens=sum(output.num_tokens for output in outputs),
         )

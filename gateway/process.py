@@ -34,6 +34,7 @@ from gateway.service import GatewayService
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig, ServerConfig
 from novainfer.errors import ConfigError, EngineError
+from novainfer.logs import configure
 from novainfer.protocol.supervision import (
     FIRST_EPOCH,
     GIVE_UP_SIGNAL,
@@ -262,11 +263,7 @@ async def _publish(service: GatewayService) -> None:
 
 def _run(run_dir: RunDir, index: int, port: int | None, report: Reporter) -> None:
     config = ServeConfig.from_json(run_dir.config_file.read_text(encoding="utf-8"))
-    logging.basicConfig(
-        level=config.server.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s gateway {index}: %(message)s",
-        stream=sys.stderr,
-    )
+    configure(f"gateway {index}", config.server)
     listener = bind_http(config.server, port=port)  # first: a taken port is the commonest fault
     keys = KeyRing.of(config)
     replicas = ReplicasFile(run_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import secrets
@@ -33,6 +34,8 @@ from novainfer.errors import InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import AddRequest, EngineInfo
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
@@ -292,6 +295,8 @@ class GatewayService:
                 timer.cancel()
             generation.close()
             info.permit.used_tokens = generation.num_tokens
+            if self.config.server.log_requests:
+                _log_end(generation, info)
             for key in ids:
                 self._live[key].remove(entry)
                 if not self._live[key]:
@@ -319,6 +324,12 @@ class _CountedRefusals:
             self._metrics.rejected(error.status)
         elif isinstance(error, InvalidRequestError):
             self._metrics.rejected(to_api_error(error).status)
+
+
+def _log_end(generation: Generation, info: RequestInfo) -> None:
+    known = {"tenant": info.tenant, "outcome": generation.outcome, **generation.figures()}
+    words = " ".join(f"{name}={value}" for name, value in known.items())
+    log.info("request %s: %s", info.request_id, words, extra={"request_id": info.request_id, "fields": known})
 
 
 def _view(client: EngineClient) -> ClientView:

@@ -180,6 +180,10 @@ class ServerConfig:
         "none", "vllm: /metrics has its figures under vLLM's names, too.", choices=("none", "vllm")
     )
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "Lines of the log: text, or a JSON object each.", choices=("text", "json"))
+    log_requests: bool = option(
+        False, "A line of the log for each generation's end: its id, tenant, tokens and times, none of its text."
+    )
 
 
 @dataclass(frozen=True, slots=True)

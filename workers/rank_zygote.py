@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from setproctitle import setproctitle
 
+from novainfer.logs import configure
 from novainfer.transport.zygote import Zygote
 from workers.launch import RankLaunch
 
@@ -79,7 +79,7 @@ def be_rank(connection: socket.socket) -> None:
             launch, worker = RankLaunch.from_json(order.launch), None
             if choose_device(launch.config.parallel, launch.place.rank).type == "cpu":
                 os.nice(_NICENESS)
-            logging.basicConfig(level=launch.config.server.log_level.upper())
+            configure(f"worker {launch.replica}.{launch.place.rank}", launch.config.server)
             if order.is_spare:
                 launch, worker = _stand_by(launch, talk)
             _set_title(launch)

@@ -21,6 +21,7 @@ from novainfer.config import ServeConfig
 from novainfer.engine.replica import Replica, ReplicaLinks
 from novainfer.errors import ConfigError, ProtocolError
 from novainfer.executor.zmq_executor import ZmqExecutor
+from novainfer.logs import configure
 from novainfer.protocol.link import BEAT_SECONDS, Packet, packets_in
 from novainfer.protocol.supervision import FIRST_EPOCH, ORDERS_SCHEMA, ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildStarted
 from novainfer.transport.addresses import RunDir
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     setproctitle(f"novainfer: scheduler {args.replica}")
     run_dir = RunDir.create(args.run_dir)
     config = ServeConfig.from_json(run_dir.config_file.read_text())
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(f"scheduler {args.replica}", config.server)
     try:
         SchedulerServer(config, run_dir, args.replica, epoch=args.epoch, group=args.group).run()
     except ConfigError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import Protocol, TextIO
@@ -9,6 +10,8 @@ from typing import Protocol, TextIO
 from novainfer.config import ServeConfig
 from novainfer.entrypoints.notify import Watchdog, notify
 from novainfer.protocol.supervision import LoadProgress
+
+logger = logging.getLogger(__name__)
 
 
 class Progress(Protocol):
@@ -57,7 +60,7 @@ class StartProgress:
             self._draw_bar(message)
         elif message.stage != self._stage:
             parts = f" ({message.total} tensors)" if message.total > 1 else ""
-            print(f"loading: {message.stage}{parts}", file=self._stream, flush=True)
+            logger.info("loading: %s%s", message.stage, parts)
         self._stage = message.stage
 
     def seconds(self) -> float:

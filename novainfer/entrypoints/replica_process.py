@@ -20,6 +20,7 @@ from novainfer.config import ServeConfig
 from novainfer.entrypoints.launch import standard_launch
 from novainfer.entrypoints.supervisor import Supervisor
 from novainfer.errors import ConfigError
+from novainfer.logs import configure
 from novainfer.protocol.supervision import (
     FIRST_EPOCH,
     ROLE_REPLICA,
@@ -106,11 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     server_dir = RunDir.create(args.server_dir)
     run_dir = RunDir.create(str(replica_dir(server_dir, args.index).path))
     config = ServeConfig.from_json(run_dir.config_file.read_text(encoding="utf-8"))
-    logging.basicConfig(
-        level=config.server.log_level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s replica {args.index}: %(message)s",
-    )
+    configure(f"replica {args.index}", config.server)
     reports = FleetReports(server_dir, args.index, args.epoch)
     reports.started()
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import logging
 import os
 import shutil
 import socket
@@ -23,6 +22,7 @@ from novainfer.config import ServeConfig, check
 from novainfer.entrypoints.keys import seal_keys
 from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
+from novainfer.logs import configure
 from novainfer.transport.addresses import RunDir, check_space, is_private, write_private
 from novainfer.transport.cluster import cluster_links
 from novainfer.transport.replicas import REPLICA_DIR
@@ -55,8 +55,7 @@ def serve(config: ServeConfig) -> int:
 
 def _serve(config: ServeConfig) -> int:
     setproctitle.setproctitle("novainfer: supervisor")
-    level = config.server.log_level.upper()
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s supervisor: %(message)s")
+    configure("supervisor", config.server)
     with run_directory(config) as run_dir:
         if config.parallel.replicas is not None:
             from novainfer.entrypoints.fleet import run_fleet
