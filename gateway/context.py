@@ -36,6 +36,7 @@ class RequestInfo:
     handler: str = "unmatched"
     tenant: str = ""
     status: int = 0
+    received: Iterable[tuple[bytes, bytes]] = ()  # headers, names in lower case
     body_bytes: int = 0
     time_limit: float = math.inf  # seconds from `started`
     permit: Permit = field(default_factory=Permit.none)  # what it holds
@@ -64,7 +65,7 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        info = scope[_KEY] = RequestInfo(request_id_of(scope["headers"]))
+        info = scope[_KEY] = RequestInfo(request_id_of(scope["headers"]), received=scope["headers"])
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":

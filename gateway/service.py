@@ -26,6 +26,7 @@ from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.stream_record import PromptRecord, StreamRecord
 from gateway.text_process import TextProcesses
+from gateway.tracing import Tracing
 from novainfer.checkpoint import resolve_checkpoint, vocab_size
 from novainfer.client.engine_client import EngineClient
 from novainfer.client.engine_link import EngineLink
@@ -69,6 +70,8 @@ class GatewayService:
             tenants={key.tenant for key in config.keys},
             foreign_names=config.server.metrics_compat,
         )
+        endpoint = config.server.otlp_traces_endpoint
+        self._tracing = None if endpoint is None else Tracing(endpoint)
         self._counted_refusals = _CountedRefusals(self.metrics)
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.metrics.journal.set_function(lambda: self.client.num_live)
@@ -94,8 +97,10 @@ class GatewayService:
             raise
 
     def close(self) -> None:
-        """End the text processes. Idempotent."""
+        """End the text processes, and send the last spans. Idempotent."""
         self.text.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -297,6 +302,8 @@ class GatewayService:
             info.permit.used_tokens = generation.num_tokens
             if self.config.server.log_requests:
                 _log_end(generation, info)
+            if self._tracing is not None:
+                self._tracing.record(generation, info, self.model_names[0])
             for key in ids:
                 self._live[key].remove(entry)
                 if not self._live[key]:

@@ -179,6 +179,9 @@ class ServerConfig:
     metrics_compat: str = option(
         "none", "vllm: /metrics has its figures under vLLM's names, too.", choices=("none", "vllm")
     )
+    otlp_traces_endpoint: str | None = option(
+        None, "Send a trace span for each generation to this OTLP/HTTP URL (needs the extra 'otel'); default: none."
+    )
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
     log_format: str = option("text", "Lines of the log: text, or a JSON object each.", choices=("text", "json"))
     log_requests: bool = option(

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import setproctitle
@@ -46,11 +47,21 @@ def serve_command(arguments: argparse.Namespace) -> int:
 def serve(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; 0 after an orderly end. Raises `ConfigError` before anything starts."""
     check(config)
+    _check_traces(config.server.otlp_traces_endpoint)
     check_model(config.model)
     if config.model.tokenizer is not None:
         resolve_checkpoint(config.model.tokenizer, revision=config.model.revision)
     with held_port(config) as config:
         return _serve(seal_keys(config))
+
+
+def _check_traces(endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"--otlp-traces-endpoint must be an http:// or https:// URL, not {endpoint!r}")
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'novainfer[otel]'")
 
 
 def _serve(config: ServeConfig) -> int:
