@@ -25,7 +25,7 @@ NUM_PREFIXES, PREFIX_TOKENS, SUFFIX_TOKENS, NUM_OUTPUT = 50, 448, 32, 8
 NUM_REQUESTS, AT_ONCE = 400, 8
 FLAGS = ("--log-level", "warning")
 QUERIES, HITS = "novainfer_prefix_cache_queries_total", "novainfer_prefix_cache_hits_total"
-TOKENS = range(300, 1000)  # of the demo model's vocabulary: words
+TOKENS = range(5, 500)  # any of the demo model's
 
 
 def make_prompts(seed: int) -> list[list[int]]:

@@ -264,10 +264,11 @@ class KernelBackend(Protocol):
         ...
 
 
-def select_backend(device: torch.device, name: str | None = None) -> KernelBackend:
+def select_backend(device: torch.device, name: str | None = None, *, exact: bool = True) -> KernelBackend:
     """The backend called `name`, or the device's own: "triton" on cuda, "cpu" on cpu, "reference" elsewhere.
 
-    Raises ValueError for an unknown name, or for a backend that cannot run on the device.
+    exact: see `TritonBackend`; the others are as exact as they can be. Raises ValueError for an unknown name, or for a
+    backend that cannot run on the device.
     """
     if name is None:
         name = {"cuda": "triton", "cpu": "cpu"}.get(device.type, "reference")
@@ -284,5 +285,5 @@ def select_backend(device: torch.device, name: str | None = None) -> KernelBacke
     if name == "triton":
         from kernels.triton_backend import TritonBackend
 
-        return TritonBackend(device)
+        return TritonBackend(device, exact)
     raise ValueError(f"unknown kernel backend '{name}', expected one of {', '.join(BACKEND_NAMES)}")

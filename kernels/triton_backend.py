@@ -17,6 +17,7 @@ from kernels.act_mul.triton import act_mul
 from kernels.backend import AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
 from kernels.kv_store.triton import store_kv
 from kernels.linear.schemes import IntegerWeight, WeightScheme
+from kernels.linear.triton import TritonLinear
 from kernels.paged_attention.triton_decode import decode_attention
 from kernels.paged_attention.triton_prefill import prefill_attention
 from kernels.prompt_lookup.reference import find_drafts
@@ -51,7 +52,8 @@ class TritonBackend:
     isa: str | None = None
 
     def __init__(self, device: torch.device, exact: bool = True) -> None:
-        """`exact` gives prefill the decode kernel's bits, at some cost in speed on Hopper and later.
+        """`exact`: a row's bits depend on that row alone. Prefill then has the decode kernel's bits, and linear layers
+        are ours in place of the vendor's, both at some cost in speed.
 
         Raises ValueError on a device that Triton cannot run on.
         """
@@ -60,10 +62,11 @@ class TritonBackend:
                 f"kernel backend 'triton' cannot run on device '{device}' (set TRITON_INTERPRET=1 for CPU)"
             )
         self._exact = exact
+        self._device = device
 
     def is_exact(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
-        """Never, as long as the vendor's library multiplies: it chooses the order of sums by the number of rows."""
-        return False
+        """If that was asked for. Not where numpy multiplies in the compiler's place: it goes by the number of rows."""
+        return self._exact and self._device.type == "cuda"
 
     def allocate_kv_cache(
         self,
@@ -165,10 +168,10 @@ class TritonBackend:
         return act_mul(gate_up, activation)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
-        """Keeps the weight as it is; there are no quantised ones."""
-        if scheme is not None:
-            raise ValueError(f"kernel backend 'triton' has no {scheme.name} weights")
-        return TorchLinear(weight, bias)
+        """The vendor's library where it may choose its order, else ours; so for quantised weights, which it has not."""
+        if scheme is None and not self._exact:
+            return TorchLinear(weight, bias)
+        return TritonLinear(weight, bias, scheme)
 
     def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         """There are none."""

@@ -16,7 +16,7 @@ from novainfer.errors import ConfigError
 DEMO_MODEL = "demo"  # the checkpoint in novainfer/assets/demo
 MIB = 1024 * 1024
 OWN_ADDRESS = "auto"  # --cluster-host: that of this host's default route
-QUANTIZED_ON_GPUS = "--quantization {scheme} runs on CPUs only so far"
+NO_W8A8_ON_GPUS = "--quantization w8a8 runs on CPUs only so far; int8 and int4 run on GPUs, too"
 QUANTIZED_CACHE_ON_GPUS = "--kv-cache-dtype {dtype} runs on CPUs only so far"
 SPARES_ON_GPUS = "--spare-workers is for CPUs: a spare group would need GPUs of its own; leave it at 0"
 
@@ -45,8 +45,8 @@ class ModelConfig:
     )
     quantization: str = option(
         "none",
-        "Round weights to small integers while loading (CPUs only): less memory, faster decoding, somewhat less exact; "
-        "w8a8 rounds activations to 8 bits too: prompts are faster.",
+        "Round weights to small integers while loading: less memory, faster decoding, somewhat less exact; w8a8 (CPUs "
+        "only) rounds activations to 8 bits too: prompts are faster.",
         choices=("none", "int8", "int4", "w8a8"),
     )
     max_model_len: int | None = option(None, "Longest prompt + output in tokens; default: the model's own limit.")
@@ -124,6 +124,11 @@ class ParallelConfig:
         "auto",
         "Kernels: auto = triton on a GPU, native C++ on a CPU.",
         choices=("auto", "triton", "cpu", "reference"),
+    )
+    deterministic: bool = option(
+        False,
+        "On GPUs: tokens do not depend on the batch, at some cost in speed (linear layers are our own, not the "
+        "vendor's). On CPUs they never do.",
     )
     spare_workers: int = option(
         0,
@@ -300,8 +305,8 @@ def check(config: ServeConfig) -> None:
 def _check_gpus(config: ServeConfig) -> None:
     if config.parallel.spare_workers:
         raise ConfigError(SPARES_ON_GPUS)
-    if config.model.quantization != "none":
-        raise ConfigError(QUANTIZED_ON_GPUS.format(scheme=config.model.quantization))
+    if config.model.quantization == "w8a8":
+        raise ConfigError(NO_W8A8_ON_GPUS)
     if config.cache.kv_cache_dtype != "auto":
         raise ConfigError(QUANTIZED_CACHE_ON_GPUS.format(dtype=config.cache.kv_cache_dtype))
 

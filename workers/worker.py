@@ -14,8 +14,8 @@ import torch
 
 from kernels.backend import KernelBackend, select_backend
 from novainfer.config import (
+    NO_W8A8_ON_GPUS,
     QUANTIZED_CACHE_ON_GPUS,
-    QUANTIZED_ON_GPUS,
     CacheConfig,
     ModelConfig,
     ParallelConfig,
@@ -154,15 +154,17 @@ def choose_device(config: ParallelConfig, rank: int) -> torch.device:
 def choose_kernels(config: ParallelConfig, device: torch.device) -> KernelBackend:
     """The configured kernel backend. Raises `ConfigError` if it cannot run on the device."""
     try:
-        return select_backend(device, None if config.kernel_backend == "auto" else config.kernel_backend)
+        return select_backend(
+            device, None if config.kernel_backend == "auto" else config.kernel_backend, exact=config.deterministic
+        )
     except ValueError as error:
         raise ConfigError(f"--kernel-backend {config.kernel_backend}: {error}") from None
 
 
 def check_quantization(config: ModelConfig, kernels: KernelBackend) -> None:
     """Raises `ConfigError` if these kernels cannot multiply by the weights that were asked for."""
-    if config.quantization != "none" and kernels.name == "triton":
-        raise ConfigError(QUANTIZED_ON_GPUS.format(scheme=config.quantization))
+    if config.quantization == "w8a8" and kernels.name == "triton":
+        raise ConfigError(NO_W8A8_ON_GPUS)
 
 
 def check_kv_cache(config: CacheConfig, kernels: KernelBackend) -> None:

@@ -16,6 +16,7 @@ from triton.compiler import compile as compile_triton
 from triton.runtime.jit import JITFunction
 
 from kernels.backend import AttentionMetadata, AttentionParams
+from kernels.linear.schemes import INT4, INT8
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import sampling_tensors
 
@@ -25,6 +26,8 @@ _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 _instructions: dict[str, set[str]] = {}
 
@@ -61,6 +64,10 @@ def _launch_everything(backend: TritonBackend) -> None:
     backend.rotary(heads, kv_heads, positions, torch.zeros(4, 2, 32))
     backend.add_rms_norm(heads[0], heads[1], torch.zeros(64, dtype=dtype), 1e-6)
     backend.act_mul(torch.zeros(3, 64, dtype=dtype), "gelu")
+    for scheme in (None, INT8, INT4):
+        layer = backend.pack_linear(torch.zeros(100, 1100, dtype=dtype), torch.zeros(100, dtype=dtype), scheme)
+        for rows in (3, 200):
+            layer(torch.zeros(rows, 1100, dtype=dtype))
     backend.sample(torch.zeros(2, 9000), sampling_tensors(cpu, 2))
 
 

@@ -44,8 +44,9 @@ def test_given_spare_workers_when_checked_with_gpus_then_they_are_refused() -> N
 
 def test_given_quantisation_when_checked_with_gpus_then_it_is_refused() -> None:
     check(build_config({"quantization": "int8", "device": "cpu"}))
-    with pytest.raises(ConfigError, match="--quantization int4 runs on CPUs only so far"):
-        check(build_config({"quantization": "int4", "device": "cuda"}))
+    check(build_config({"quantization": "int4", "device": "cuda"}))
+    with pytest.raises(ConfigError, match="--quantization w8a8 runs on CPUs only so far"):
+        check(build_config({"quantization": "w8a8", "device": "cuda"}))
     check(build_config({"kv_cache_dtype": "int8", "device": "cpu"}))
     with pytest.raises(ConfigError, match="--kv-cache-dtype int8 runs on CPUs only so far"):
         check(build_config({"kv_cache_dtype": "int8", "device": "cuda"}))

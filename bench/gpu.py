@@ -1,0 +1,168 @@
+"""Our GPU path, checked and timed on one GPU: `python -m bench.gpu [--stages env,attention,...] [--output FILE]`.
+
+Needs no network, and finishes in under nine minutes; stages can be chosen. Every figure stands beside what the same GPU
+does at most in the same run (copy and read bandwidth, bf16 products) and beside torch's own kernels. `--toy` goes the
+same way at toy sizes through Triton's interpreter on a CPU: then the figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STAGES = ("env", "correct", "attention", "gemm", "job")
+
+
+@dataclass
+class Run:
+    """What all stages share. rows: the table so far; peak: of this device, in bytes and operations per second."""
+
+    device: Any
+    clock: Any
+    is_toy: bool
+    shapes: tuple[str, ...]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    peak: dict[str, float] = field(default_factory=dict)
+
+    def add(self, stage: str, what: str, who: str, **figures: float) -> None:
+        """One line of the table, shown at once."""
+        row = {"stage": stage, "what": what, "who": who, **figures}
+        self.rows.append(row)
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        print(f"{time.strftime('%H:%M:%S')}  {stage:9}  {what:34}  {who:22}  {shown}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 0 if what was checked is right."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--stages", default=",".join(STAGES), help="by commas")
+    parser.add_argument("--shapes", default="qwen3-0.6b,qwen3-8b", help="of the jobs, by commas")
+    parser.add_argument("--toy", action="store_true", help="toy sizes, interpreted, on a CPU")
+    parser.add_argument("--output", help="JSON file for the result")
+    arguments = parser.parse_args(argv)
+    chosen = arguments.stages.split(",")
+    unknown = sorted(set(chosen) - set(STAGES))
+    if unknown:
+        parser.error(f"unknown stages: {', '.join(unknown)}")
+    if arguments.toy:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    import torch
+
+    from bench import report
+    from bench.gpu_clock import Clock
+
+    if not arguments.toy and not torch.cuda.is_available():
+        parser.error("there is no GPU; --toy goes without")
+    device = torch.device("cpu" if arguments.toy else "cuda")
+    shapes = ("tiny",) if arguments.toy else tuple(arguments.shapes.split(","))
+    run = Run(device, Clock(device), arguments.toy, shapes)
+    for stage in chosen:
+        _STAGES[stage](run)
+    report.write(
+        {"kind": "gpu", "toy": arguments.toy, "stages": chosen, "peak": run.peak, "rows": run.rows}, arguments.output
+    )
+    return 0
+
+
+def environment(run: Run) -> None:
+    """What the device is, and what it does at most."""
+    import torch
+
+    size = 2**16 if run.is_toy else 2**31
+    source = torch.zeros(size, dtype=torch.uint8, device=run.device)
+    target = torch.empty_like(source)
+    side = 64 if run.is_toy else 8192
+    a, b = (torch.randn(side, side, device=run.device).bfloat16() for _ in range(2))
+    words = source.view(torch.int64)
+    found = run.clock.compare(
+        {"copy": [lambda: target.copy_(source)], "read": [lambda: words.sum()], "matmul": [lambda: torch.mm(a, b)]}
+    )
+    run.peak["copy"] = 2 * size / found["copy"].median
+    run.peak["read"] = size / found["read"].median
+    run.peak["matmul"] = 2 * side**3 / found["matmul"].median
+    name = "cpu" if run.is_toy else torch.cuda.get_device_name()
+    import triton
+
+    run.add("env", name, f"torch {torch.__version__}, triton {triton.__version__}", TB_s_copy=run.peak["copy"] / 1e12,
+            TB_s_read=run.peak["read"] / 1e12, TFLOP_s=run.peak["matmul"] / 1e12)  # fmt: skip
+
+
+def correct(run: Run) -> None:
+    """The tests of the kernels, compiled (here: interpreted) for this device. Ends the run if one fails."""
+    import pytest
+
+    tests = Path(__file__).resolve().parents[1] / "tests" / "kernels"
+    files = ["test_kernels_attention.py", "test_kernels_triton_linear.py", "test_kernels_sampling.py",
+             "test_kernels_elementwise.py"]  # fmt: skip
+    chosen = [str(tests / name) for name in (files[1:2] if run.is_toy else files)]
+    few = ["-k", "stride or four_bits or not_finite"] if run.is_toy else []
+    began = time.perf_counter()
+    status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *few, *chosen])
+    if status:
+        raise SystemExit(f"the tests of the kernels failed ({status}): nothing is timed")
+    run.add("correct", "tests of the kernels", "passed", seconds=time.perf_counter() - began)
+
+
+def attention(run: Run) -> None:
+    """Decode attention of 32 query and 8 key/value heads of 128 numbers, bf16, beside torch's over contiguous keys."""
+    from bench.gpu_kernels import DECODES, TOY_DECODES, decode_calls
+
+    for name, lengths in (TOY_DECODES if run.is_toy else DECODES).items():
+        calls, num_bytes = decode_calls(lengths, run.device, is_toy=run.is_toy)
+        for who, timing in run.clock.compare(calls).items():
+            rate = num_bytes / timing.median
+            share = rate / run.peak["copy"] if "copy" in run.peak else float("nan")
+            run.add("attention", name, who, us=timing.median * 1e6, TB_s=rate / 1e12, of_copy=share)
+
+
+def gemm(run: Run) -> None:
+    """Linear layers of an 8B model: ours (whole, int8, int4) beside the vendor's."""
+    from bench.gpu_kernels import LAYERS, ROWS, TOY_LAYERS, TOY_ROWS, linear_calls
+
+    for layer, (outputs, columns) in (TOY_LAYERS if run.is_toy else LAYERS).items():
+        for rows in TOY_ROWS if run.is_toy else ROWS:
+            calls = linear_calls(rows, outputs, columns, run.device, is_toy=run.is_toy)
+            for who, timing in run.clock.compare(calls).items():
+                done = 2 * rows * outputs * columns / timing.median
+                read = 2 * outputs * columns / timing.median
+                run.add(
+                    "gemm",
+                    f"{layer}, {rows} rows",
+                    who,
+                    us=timing.median * 1e6,
+                    TFLOP_s=done / 1e12,
+                    TB_s_bf16=read / 1e12,
+                )
+
+
+def job(run: Run) -> None:
+    """Whole offline jobs with random weights: so many sequences at once, and the mean step of a decode at a context."""
+    from bench.gpu_jobs import JOBS, TOY_JOBS, run_job
+    from bench.make_checkpoint import SHAPES, make_checkpoint
+
+    for shape in run.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(SHAPES[shape], Path(folder))
+            for deterministic in (False, True):
+                who = "deterministic" if deterministic else "normal"
+                for name, figures in run_job(folder, TOY_JOBS if run.is_toy else JOBS, deterministic, run.is_toy):
+                    run.add("job", f"{shape}: {name}", who, **figures)
+
+
+_STAGES: dict[str, Callable[[Run], None]] = {
+    "env": environment,
+    "correct": correct,
+    "attention": attention,
+    "gemm": gemm,
+    "job": job,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Times calls on a GPU: inside CUDA graphs, with nothing of theirs in the L2 cache, in turns; on a CPU by the clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], object]
+
+_ROUNDS = 3
+_REPEATS = 20  # of a call, in one graph
+_COLD_BYTES = 256 * 2**20  # read before each round: more than any L2 cache holds
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call: the median of the rounds, and the fastest and slowest."""
+
+    median: float
+    fastest: float
+    slowest: float
+
+
+class Clock:
+    """On one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_toy = device.type != "cuda"
+        self._cold = torch.zeros(1 if self.is_toy else _COLD_BYTES // 4, dtype=torch.int32, device=device)
+
+    def compare(self, calls: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
+        """Each name's calls (over different memory, so that none finds its own in the cache) one after another, the
+        names in turns, for some rounds. Seconds of a single call.
+        """
+        runs = {name: self._prepare(list(variants)) for name, variants in calls.items()}
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(1 if self.is_toy else _ROUNDS):
+            for name, (run, number) in runs.items():
+                found[name].append(self._seconds(run) / number)
+        return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in found.items()}
+
+    def seconds(self, call: Call) -> float:
+        """Of one call that waits for the device itself, or for which the host's time counts."""
+        self.wait()
+        began = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Until the device has done everything."""
+        if not self.is_toy:
+            torch.cuda.synchronize(self._device)
+
+    def _prepare(self, variants: list[Call]) -> tuple[Call, int]:
+        """What runs all of them, and how many calls that are."""
+        if self.is_toy:
+            return variants[0], 1
+        for call in variants:  # compiles, and takes its memory
+            call()
+        self.wait()
+        chosen = [variants[i % len(variants)] for i in range(max(_REPEATS, len(variants)))]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for call in chosen:
+                    call()
+            return graph.replay, len(chosen)
+        except RuntimeError:  # some calls cannot be captured: then the launches are part of their time
+            self.wait()
+            return lambda: [call() for call in chosen], len(chosen)
+
+    def _seconds(self, run: Call) -> float:
+        if self.is_toy:
+            return self.seconds(run)
+        self._cold.add_(1)
+        event: Any = torch.cuda.Event
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        self.wait()
+        return float(start.elapsed_time(end)) / 1000

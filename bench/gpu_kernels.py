@@ -1,0 +1,107 @@
+"""The kernels that `bench.gpu` times, ours and torch's, as calls over memory that no other call has just used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import AttentionMetadata, AttentionParams
+from kernels.linear.schemes import INT4, INT8
+from kernels.linear.triton import TritonLinear
+from kernels.triton_backend import TritonBackend
+
+Call = Callable[[], object]
+
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+# Contexts of the sequences of a batch. K1 to K5 of the plan; ragged: as many tokens as 64 x 4096.
+_RAGGED = [int(64 * 256 ** (i / 63)) for i in range(64)]
+DECODES: dict[str, list[int]] = {
+    "256 x 1024": [1024] * 256,
+    "64 x 4096": [4096] * 64,
+    "8 x 32768": [32768] * 8,
+    "32 x 4096": [4096] * 32,
+    "8 x 4096": [4096] * 8,
+    "1 x 4096": [4096],
+    "1 x 32768": [32768],
+    "ragged, 64 of 64 to 16384": _RAGGED,
+    "64 of the ragged ones' mean": [sum(_RAGGED) // 64] * 64,
+}
+TOY_DECODES: dict[str, list[int]] = {"2 x 40": [40, 40], "ragged": [5, 300]}
+# Of Qwen3-8B: outputs, columns.
+LAYERS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (24576, 4096),
+    "down": (4096, 12288),
+    "head": (151936, 4096),
+}
+TOY_LAYERS = {"layer": (70, 1100)}
+ROWS, TOY_ROWS = (1, 8, 64, 256, 2048), (1, 70)
+_COLD_BYTES = 200 * 2**20  # that the variants of a call read together, so that each finds the cache without its own
+
+
+def decode_calls(lengths: Sequence[int], device: torch.device, *, is_toy: bool) -> tuple[dict[str, list[Call]], int]:
+    """One token of each sequence, by whom; and the bytes of keys and values that such a step reads."""
+    heads, kv_heads, dim = (4, 2, 32) if is_toy else (HEADS, KV_HEADS, DIM)
+    num_bytes = 2 * 2 * kv_heads * dim * sum(lengths)
+    copies = 1 if is_toy else max(1, min(8, _COLD_BYTES // num_bytes + 1))
+    ours = [_our_decode(lengths, heads, kv_heads, dim, device) for _ in range(copies)]
+    calls = {"novainfer": ours}
+    if len(set(lengths)) == 1:
+        calls["torch sdpa"] = [
+            _sdpa_decode(len(lengths), lengths[0], heads, kv_heads, dim, device) for _ in range(copies)
+        ]
+    return calls, num_bytes
+
+
+def _our_decode(lengths: Sequence[int], heads: int, kv_heads: int, dim: int, device: torch.device) -> Call:
+    backend = TritonBackend(device)
+    needed = [-(-length // BLOCK) for length in lengths]
+    most = max(needed)
+    order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    table = torch.zeros(len(lengths), most, dtype=torch.int32)
+    first = 0
+    for row, count in enumerate(needed):
+        table[row, :count] = order[first : first + count]
+        first += count
+    caches = backend.allocate_kv_cache(sum(needed), BLOCK, kv_heads, dim, torch.bfloat16, device)
+    for cache in caches:
+        cache.normal_()
+    metadata = AttentionMetadata(
+        torch.arange(len(lengths) + 1, dtype=torch.int32, device=device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        table.to(device),
+        len(lengths),
+        1,
+        max(lengths),
+    )
+    query = torch.randn(len(lengths), heads, dim, device=device).bfloat16()
+    out = torch.empty_like(query)
+    return partial(backend.paged_attention, query, *caches, metadata, AttentionParams(dim**-0.5), out)
+
+
+def _sdpa_decode(batch: int, length: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> Call:
+    key, value = (torch.randn(batch, kv_heads, length, dim, device=device).bfloat16() for _ in range(2))
+    query = torch.randn(batch, heads, 1, dim, device=device).bfloat16()
+    return partial(F.scaled_dot_product_attention, query, key, value, enable_gqa=True)
+
+
+def linear_calls(rows: int, outputs: int, columns: int, device: torch.device, *, is_toy: bool) -> dict[str, list[Call]]:
+    """x [rows, columns] times weights [outputs, columns], by whom."""
+    copies = 1 if is_toy else max(1, min(8, _COLD_BYTES // (2 * outputs * columns) + 1))
+    x = torch.randn(rows, columns, device=device).bfloat16()
+    weights = [torch.randn(outputs, columns, device=device).bfloat16() for _ in range(copies)]
+
+    def ours(weight: Tensor, scheme: object = None) -> Call:
+        return partial(TritonLinear(weight, None, scheme), x)  # type: ignore[arg-type]
+
+    return {
+        "torch": [partial(F.linear, x, weight) for weight in weights],
+        "novainfer": [ours(weight) for weight in weights],
+        "novainfer int8": [ours(weight, INT8) for weight in weights],
+        "novainfer int4": [ours(weight, INT4) for weight in weights],
+    }

@@ -1,0 +1,37 @@
+"""The whole engine over Triton's kernels, interpreted where there is no GPU: the tokens that the CPU's kernels give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from kernels.triton_launch import INTERPRETED
+from novainfer import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.stage1,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not INTERPRETED, reason="Triton compiles for a GPU here; the interpreter is what runs on a CPU"),
+]
+
+SMALL = {"device": "cpu", "num_blocks": 64, "max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+QUESTIONS = ("What is 23 plus 45?", "Hello!")
+PARAMS = (SamplingParams(temperature=0.0, max_tokens=4), SamplingParams(temperature=1.0, seed=3, max_tokens=4))
+VARIANTS: list[dict[str, Any]] = [{}, {"deterministic": True}, {"quantization": "int8"}]
+
+
+def answers(**options: Any) -> list[list[int]]:
+    """Of two requests in one batch."""
+    with LLM("demo", **SMALL, **options) as llm:
+        found = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], list(PARAMS))
+    return [answer["token_ids"] for answer in found]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: "-".join(options) or "plain")
+def test_the_demo_model_when_triton_computes_then_its_tokens_are_those_of_the_cpu(options: dict[str, Any]) -> None:
+    wanted = answers(kernel_backend="cpu", **options)
+    assert [len(tokens) for tokens in wanted] == [4, 4]
+    assert answers(kernel_backend="triton", **options) == wanted
