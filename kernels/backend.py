@@ -48,6 +48,29 @@ class AttentionParams:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm of each head of the queries and of the keys by itself."""
+
+    query_weight: Tensor  # [D]
+    key_weight: Tensor  # [D]
+    eps: float
+    weight_offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInput:
+    """What stands between a fused projection and attention."""
+
+    num_heads: int  # H; the other heads are keys, then as many values
+    norms: HeadNorms | None
+    positions: Tensor  # [T] int64
+    cos_sin: Tensor  # [max_position, 2, rotary_dim // 2] float32
+    key_cache: Tensor
+    value_cache: Tensor
+    slot_mapping: Tensor  # [T] int64
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """Sampling parameters of B rows, on the device of the logits; `kernels.sampling` states what they mean."""
 
@@ -224,6 +247,14 @@ class KernelBackend(Protocol):
 
         positions [T] int64; cos_sin [max_position, 2, rotary_dim // 2] float32; elements from rotary_dim on
         are untouched.
+        """
+        ...
+
+    def attention_input(self, heads: Tensor, given: AttentionInput) -> Tensor:
+        """heads [T, H + 2 * Hkv, D] -> queries [T, H, D], normalised and rotated; so are keys, and stored with values.
+
+        `rms_norm`, `rotary` and `store_kv` in one, but for the last bit. What then stands in `heads` is undefined, and
+        the result may be a view of it.
         """
         ...
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kernels.act_mul import cpu as act_mul_cpu
 from kernels.act_mul import reference as act_mul_reference
-from kernels.backend import AttentionMetadata, AttentionParams, IntArray, SamplingTensors
+from kernels.attention_input.reference import attention_input
+from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, IntArray, SamplingTensors
 from kernels.kv_store import cpu as kv_cpu
 from kernels.kv_store import reference as kv_reference
 from kernels.linear.cpu import PackedLinear
@@ -159,6 +160,10 @@ class CpuBackend:
             rotary_reference.rotary(query, key, positions, cos_sin)
         else:
             rotary_cpu.rotary(self._library, query, key, positions, cos_sin)
+
+    def attention_input(self, heads: Tensor, given: AttentionInput) -> Tensor:
+        """The kernels one after another."""
+        return attention_input(self, heads, given)
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """act(gate) * up."""

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.act_mul.reference import act_mul
-from kernels.backend import AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
+from kernels.attention_input.reference import attention_input
+from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
 from kernels.checks import check_linear, check_shape
 from kernels.kv_store.reference import row_width, store_kv, stored_dtype
 from kernels.linear.reference import DequantizedLinear, dequantize, quantize, widened
@@ -114,6 +115,10 @@ class ReferenceBackend:
     def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         """Rotate query and key in place."""
         rotary(query, key, positions, cos_sin)
+
+    def attention_input(self, heads: Tensor, given: AttentionInput) -> Tensor:
+        """The kernels one after another."""
+        return attention_input(self, heads, given)
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """act(gate) * up."""

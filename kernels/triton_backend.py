@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.act_mul.triton import act_mul
-from kernels.backend import AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
+from kernels.attention_input.triton import attention_input
+from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
 from kernels.kv_store.triton import store_kv
 from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.linear.triton import TritonLinear
@@ -161,6 +162,27 @@ class TritonBackend:
         if not (cos_sin.is_contiguous() and positions.is_contiguous()):
             raise ValueError("cos_sin and positions must be contiguous")
         rotary(query, key, positions, cos_sin)
+
+    def attention_input(self, heads: Tensor, given: AttentionInput) -> Tensor:
+        """One launch; queries stay where they are."""
+        checks.check_shape("heads", heads, [None, None, None])
+        checks.check_dtype("heads", heads, *checks.ACTIVATION_DTYPES)
+        checks.check_last_dim_contiguous("heads", heads)
+        num_tokens, all_heads, head_dim = heads.shape
+        if all_heads <= given.num_heads or (all_heads - given.num_heads) % 2:
+            raise ValueError(f"{all_heads} heads are not {given.num_heads} of queries and as many keys as values")
+        _check_caches(heads, given.key_cache, given.value_cache)
+        kv_heads = (all_heads - given.num_heads) // 2
+        checks.check_shape("key_cache", given.key_cache, [None, kv_heads, None, head_dim])
+        checks.check_rotary(heads, heads, given.positions, given.cos_sin)
+        checks.check_shape("slot_mapping", given.slot_mapping, [num_tokens])
+        checks.check_dtype("slot_mapping", given.slot_mapping, torch.int64)
+        if given.norms is not None:
+            for weight in (given.norms.query_weight, given.norms.key_weight):
+                checks.check_norm(heads, weight)
+        for name, tensor in (("positions", given.positions), ("slot_mapping", given.slot_mapping)):
+            checks.check_last_dim_contiguous(name, tensor)
+        return attention_input(heads, given)
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """act(gate) * up."""

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_triton
 from triton.runtime.jit import JITFunction
 
-from kernels.backend import AttentionMetadata, AttentionParams
+from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, HeadNorms
 from kernels.linear.schemes import INT4, INT8
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import sampling_tensors
@@ -60,6 +60,11 @@ def _launch_everything(backend: TritonBackend) -> None:
     starts, lengths = torch.tensor([0, 1, 9], dtype=torch.int32), torch.tensor([500, 500], dtype=torch.int32)
     metadata = AttentionMetadata(starts, lengths, torch.zeros(2, 40, dtype=torch.int32), 1, 8, 500)
     backend.paged_attention(heads, *caches, metadata, AttentionParams(0.1, sliding_window=400, soft_cap=2.0))
+    given = AttentionInput(
+        6, HeadNorms(torch.zeros(64, dtype=dtype), torch.zeros(64, dtype=dtype), 1e-6, 0.0), positions,
+        torch.zeros(4, 2, 24), *caches, positions,
+    )  # fmt: skip
+    backend.attention_input(torch.zeros(9, 10, 64, dtype=dtype), given)
     backend.store_kv(kv_heads, kv_heads, *caches, positions)
     backend.rotary(heads, kv_heads, positions, torch.zeros(4, 2, 32))
     backend.add_rms_norm(heads[0], heads[1], torch.zeros(64, dtype=dtype), 1e-6)

@@ -29,6 +29,7 @@ def test_every_kernel_compiles_for_hopper_and_exact_attention_uses_one_instructi
     assert instructions.keys() == {
         "_linear_kernel",
         "_add_chunks_kernel",
+        "_input_kernel",
         "_decode_kernel",
         "_merge_kernel",
         "_prefill_kernel",

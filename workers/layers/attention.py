@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionParams, KernelBackend, Program
+from kernels.backend import AttentionInput, AttentionParams, HeadNorms, KernelBackend, Program
 from novainfer.errors import UnsupportedModelError
 from workers.layers.build import LayerBuilder, RowSlice
 from workers.layers.norm import AllHeadsNorm, RmsNorm
@@ -57,6 +57,11 @@ class Attention:
         )
         self._query_norm = _head_norm(build, spec, f"{name}.q_norm", spec.num_heads, 1)
         self._key_norm = _head_norm(build, spec, f"{name}.k_norm", spec.num_kv_heads, self._shard.kv_replicas)
+        self._norms = None  # of each head by itself
+        if isinstance(self._query_norm, RmsNorm) and isinstance(self._key_norm, RmsNorm):
+            self._norms = HeadNorms(
+                self._query_norm.weight, self._key_norm.weight, spec.norm_eps, spec.norm_weight_offset
+            )
         self._cos_sin = cos_sin  # [max_position, 2, rotary_dim // 2] float32
         self._params = AttentionParams(
             scale=spec.attention_scale,
@@ -68,13 +73,19 @@ class Attention:
         """x [T, hidden], positions [T] -> [T, hidden]; writes this step's keys and values into kv_cache."""
         shard, head_dim = self._shard, self._head_dim
         heads = self._qkv(x).view(x.shape[0], shard.num_heads + 2 * shard.num_kv_heads, head_dim)
-        sizes = [shard.num_heads, shard.num_kv_heads, shard.num_kv_heads]
-        query, key, value = torch.split(heads, sizes, dim=1)
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = self._query_norm(query), self._key_norm(key)
-        self._kernels.rotary(query, key, positions, self._cos_sin)
         key_cache, value_cache = kv_cache
-        self._kernels.store_kv(key, value, key_cache, value_cache, batch.slot_mapping)
+        if isinstance(self._query_norm, AllHeadsNorm) and self._key_norm is not None:
+            query, key, value = torch.split(heads, [shard.num_heads, shard.num_kv_heads, shard.num_kv_heads], dim=1)
+            query, key = self._query_norm(query), self._key_norm(key)
+            self._kernels.rotary(query, key, positions, self._cos_sin)
+            self._kernels.store_kv(key, value, key_cache, value_cache, batch.slot_mapping)
+        else:
+            query = self._kernels.attention_input(
+                heads,
+                AttentionInput(
+                    shard.num_heads, self._norms, positions, self._cos_sin, key_cache, value_cache, batch.slot_mapping
+                ),
+            )
         attended = self._kernels.paged_attention(query, key_cache, value_cache, batch.metadata, self._params)
         return self._output(attended.flatten(1))
 

@@ -13,25 +13,25 @@ class RmsNorm:
 
     def __init__(self, kernels: KernelBackend, weight: Tensor, eps: float, weight_offset: float) -> None:
         self._kernels = kernels
-        self._weight = weight  # [size]
+        self.weight = weight  # [size]
         self._eps = eps
         self._weight_offset = weight_offset
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
-        return self._kernels.rms_norm(x, self._weight, self._eps, self._weight_offset)
+        return self._kernels.rms_norm(x, self.weight, self._eps, self._weight_offset)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual)."""
-        return self._kernels.add_rms_norm(x, residual, self._weight, self._eps, self._weight_offset)
+        return self._kernels.add_rms_norm(x, residual, self.weight, self._eps, self._weight_offset)
 
     def record(self, program: Program, x: Tensor, out: Tensor) -> None:
         """The call, for `program`."""
-        program.rms_norm(x, self._weight, out, self._eps, self._weight_offset)
+        program.rms_norm(x, self.weight, out, self._eps, self._weight_offset)
 
     def record_add(self, program: Program, x: Tensor, residual: Tensor, out: Tensor) -> None:
         """`add`, with the sum in the place of the residual."""
-        program.add_rms_norm(x, residual, self._weight, out, self._eps, self._weight_offset)
+        program.add_rms_norm(x, residual, self.weight, out, self._eps, self._weight_offset)
 
 
 class AllHeadsNorm:

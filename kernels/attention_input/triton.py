@@ -1,0 +1,128 @@
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""All between the projection and attention in one launch: a program takes one head of one token.
+
+Queries are normalised and rotated in place; keys too, but on their way into the cache; values go there as they are. A
+row's numbers are summed in three parts (the two halves that are rotated, and the rest), which is not the order of the
+norm kernel: the last bit may differ from that of the kernels one after another. It depends on the row alone all the
+same.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.backend import AttentionInput
+from kernels.triton_launch import next_power_of_2
+
+
+@triton.jit
+def _normed(value, scale, weight_at, columns, mask, weight_offset, dtype: tl.constexpr, HAS_OFFSET: tl.constexpr):
+    """value [BLOCK] float32 times scale and weight, rounded as `kernels.rms_norm` does."""
+    weight = tl.load(weight_at + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_OFFSET:
+        value = value * scale * (weight_offset + weight)
+    else:
+        value = (value * scale).to(dtype).to(tl.float32) * weight
+    return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _input_kernel(
+    heads,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]
+    query_weight,  # [HEAD_DIM]; unused without HAS_NORM
+    key_weight,
+    positions,  # [num_tokens] int64
+    cos_sin,  # [max_position, 2, HALF] float32
+    key_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+    value_cache,
+    slot_mapping,  # [num_tokens] int64
+    token_stride,
+    head_stride,
+    eps,
+    weight_offset,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,  # of what is rotated
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,  # of what is not; at least 1
+    HAS_NORM: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
+    dtype = heads.dtype.element_ty
+    pairs, others = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    in_half, in_rest = pairs < HALF, others < HEAD_DIM
+    row = heads + token * token_stride + head * head_stride
+    first = tl.load(row + pairs, mask=in_half, other=0.0).to(tl.float32)
+    second = tl.load(row + HALF + pairs, mask=in_half, other=0.0).to(tl.float32)
+    rest = tl.load(row + others, mask=in_rest, other=0.0).to(tl.float32)
+    if not is_value:
+        if HAS_NORM:
+            squares = tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0) + tl.sum(rest * rest, axis=0)
+            scale = tl.rsqrt(squares / HEAD_DIM + eps)
+            weight = key_weight
+            if is_query:
+                weight = query_weight
+            first = _normed(first, scale, weight, pairs, in_half, weight_offset, dtype, HAS_OFFSET)
+            second = _normed(second, scale, weight, HALF + pairs, in_half, weight_offset, dtype, HAS_OFFSET)
+            rest = _normed(rest, scale, weight, others, in_rest, weight_offset, dtype, HAS_OFFSET)
+        angles = cos_sin + tl.load(positions + token) * (2 * HALF) + pairs
+        cos = tl.load(angles, mask=in_half, other=0.0)
+        sin = tl.load(angles + HALF, mask=in_half, other=0.0)
+        turned = first * cos - second * sin
+        second = second * cos + first * sin
+        first = turned
+    slot = tl.load(slot_mapping + token)
+    if not is_query:  # -1 keeps a token out of the cache. Blocks are compared: the interpreter masks with nothing else
+        in_half &= pairs * 0 + slot >= 0
+        in_rest &= others * 0 + slot >= 0
+    target = row
+    if not is_query:
+        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        at = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
+        target = key_cache + at
+        if is_value:
+            target = value_cache + at
+    tl.store(target + pairs, first.to(dtype), mask=in_half)
+    tl.store(target + HALF + pairs, second.to(dtype), mask=in_half)
+    tl.store(target + others, rest.to(dtype), mask=in_rest)
+
+
+def attention_input(heads: Tensor, given: AttentionInput) -> Tensor:
+    """See `KernelBackend.attention_input`."""
+    num_tokens, all_heads, head_dim = heads.shape
+    half, norms = given.cos_sin.shape[2], given.norms
+    query = heads[:, : given.num_heads]
+    if num_tokens == 0:
+        return query
+    _input_kernel[(num_tokens, all_heads)](
+        heads,
+        heads if norms is None else norms.query_weight,
+        heads if norms is None else norms.key_weight,
+        given.positions,
+        given.cos_sin,
+        given.key_cache,
+        given.value_cache,
+        given.slot_mapping,
+        heads.stride(0),
+        heads.stride(1),
+        0.0 if norms is None else norms.eps,
+        0.0 if norms is None else norms.weight_offset,
+        NUM_HEADS=given.num_heads,
+        NUM_KV_HEADS=(all_heads - given.num_heads) // 2,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        BLOCK_SIZE=given.key_cache.shape[2],
+        BLOCK_HALF=next_power_of_2(max(half, 1)),
+        BLOCK_REST=next_power_of_2(max(head_dim - 2 * half, 1)),
+        HAS_NORM=norms is not None,
+        HAS_OFFSET=norms is not None and norms.weight_offset != 0.0,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return query
