@@ -78,7 +78,8 @@ class Texts(Pair):
         """The figures of /metrics."""
         head = "novainfer_text_processes_lost_total{reason="
         lines = [line for line in self.http.get("/metrics").text.splitlines() if line.startswith(head)]
-        return {line.split('"')[1]: int(float(line.rpartition(" ")[2])) for line in lines}
+        found = {line.split('"')[1]: int(float(line.rpartition(" ")[2])) for line in lines}
+        return {reason: count for reason, count in found.items() if count}
 
     def wait_until_given(self, before: float = 0.0) -> float:
         """Block until the process for short texts has been given a job, not the one of `before`. When, on its clock."""
