@@ -38,14 +38,18 @@ class MetricsFiles:
         """is_successor: it goes on where one that died has left off; else what lies there is of another server."""
         self._mine = run_dir.metrics_file(index)
         self._all = run_dir
+        self._written: _Families = {}
         self._before = _read(self._mine) if is_successor else {}
         for name in [name for name, family in self._before.items() if family.kind not in _LASTING]:
             del self._before[name]
 
     def publish(self, mine: Iterable[Metric]) -> None:
-        """Write this gateway's file. Whoever reads it meanwhile gets the old one."""
+        """Write this gateway's file, if there is news. Whoever reads it meanwhile gets the old one."""
         families = _gathered(mine)
         _add(families, self._before)
+        if families == self._written:
+            return
+        self._written = families
         wire = {
             name: [family.kind, family.help_text, [[*key, value] for key, value in family.samples.items()]]
             for name, family in families.items()
