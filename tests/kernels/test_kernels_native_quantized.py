@@ -181,10 +181,3 @@ def test_packed_layer_when_original_is_overwritten_then_unchanged_and_small() ->
 def test_head_scheme_when_layers_are_quantised_then_int8() -> None:
     assert head_scheme(None) is None
     assert head_scheme(INT4) is head_scheme(INT8) is INT8
-
-
-def test_triton_backend_when_asked_for_quantised_weights_then_value_error() -> None:
-    triton_backend = pytest.importorskip("kernels.triton_backend")
-    backend = object.__new__(triton_backend.TritonBackend)  # packing looks at nothing but the scheme
-    with pytest.raises(ValueError, match="'triton' has no int8 weights"):
-        backend.pack_linear(torch.randn(4, 4), None, INT8)
