@@ -32,9 +32,77 @@ def softmax_base(maximum):
 
 
 @triton.jit
+def _attend_tile(
+    query,  # [ROWS, BLOCK_D]
+    positions,  # [ROWS] int32
+    key_head,
+    value_head,
+    block_row,
+    start,  # the tile's first position
+    low,
+    end,
+    scale,
+    soft_cap,
+    maximum,  # [ROWS], the state so far
+    sums,  # [ROWS, 16]
+    acc,  # [ROWS, BLOCK_D]
+    BLOCK_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    MASKED: tl.constexpr,  # False: every row sees every position of the tile. It changes no bits where that is so
+    INTERPRETED: tl.constexpr,
+):
+    """One tile of `attend_chunk`: the state after it."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    dtype = query.dtype
+    dims, keys_at = tl.arange(0, query.shape[1]), start + tl.arange(0, TILE)
+    in_head, readable = dims < HEAD_DIM, (keys_at >= low) & (keys_at < end)
+    if BLOCK_SIZE >= TILE:
+        block = tl.load(block_row + start // BLOCK_SIZE).to(tl.int64)
+        slots = block * BLOCK_STRIDE + (start % BLOCK_SIZE + tl.arange(0, TILE)) * HEAD_DIM
+    else:
+        blocks = tl.load(block_row + keys_at // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
+        slots = blocks * BLOCK_STRIDE + (keys_at % BLOCK_SIZE) * HEAD_DIM
+    key_mask, value_mask = in_head[:, None], in_head[None, :]
+    if MASKED:
+        key_mask, value_mask = key_mask & readable[None, :], value_mask & readable[:, None]
+    keys = tl.load(key_head + slots[None, :] + dims[:, None], mask=key_mask, other=0.0)
+    values = tl.load(value_head + slots[:, None] + dims[None, :], mask=value_mask, other=0.0)
+    if INTERPRETED:  # the interpreter multiplies the raw bits of bf16 operands
+        query, keys, values = query.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
+
+    scores = tl.dot(query, keys, input_precision="ieee") * scale
+    if HAS_SOFT_CAP:
+        small = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / soft_cap))  # tanh from exp(-2|x|) cannot overflow
+        capped = soft_cap * (1.0 - small) / (1.0 + small)
+        scores = tl.where(scores < 0.0, -capped, capped)
+    scores = scores * LOG2_E
+    if MASKED:
+        visible = readable[None, :] & (keys_at[None, :] <= positions[:, None])
+        if WINDOW > 0:
+            visible = visible & (keys_at[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    base = softmax_base(new_maximum)
+    kept = tl.exp2(maximum - base)
+    weights = tl.exp2(scores - base[:, None]).to(dtype)
+    ones = tl.full([TILE, 16], 1.0, dtype)
+    if INTERPRETED:
+        weights, ones = weights.to(tl.float32), ones.to(tl.float32)
+    sums = tl.dot(weights, ones, sums * kept[:, None], input_precision="ieee")
+    acc = tl.dot(weights, values, acc * kept[:, None], input_precision="ieee")
+    return new_maximum, sums, acc
+
+
+@triton.jit
 def attend_chunk(
     query,  # [ROWS, BLOCK_D]
     positions,  # [ROWS] int32: position of each row's query
+    first_position,  # the least of them
     key_head,  # pointer to this head's keys in block 0
     value_head,  # pointer to this head's values in block 0
     block_row,  # pointer to [max_blocks] int32: block_table of the sequence
@@ -51,59 +119,27 @@ def attend_chunk(
     HAS_SOFT_CAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Online softmax over positions [first, end) of one chunk.
+    """Online softmax over positions [first, end) of one chunk: whole tiles that all rows see, then those with a mask.
 
     Returns (maximum [ROWS] in units of log2, total [ROWS], weighted values [ROWS, BLOCK_D]), all fp32.
     """
-    LOG2_E: tl.constexpr = 1.4426950408889634
     ROWS: tl.constexpr = query.shape[0]
-    BLOCK_D: tl.constexpr = query.shape[1]
-    dtype = query.dtype
-    dims = tl.arange(0, BLOCK_D)
-    tile = tl.arange(0, TILE)
-    in_head = dims < HEAD_DIM
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     sums = tl.zeros([ROWS, 16], tl.float32)  # 16 equal columns: the narrowest matrix that tl.dot takes
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for start in range(first, end, TILE):
-        keys_at = start + tile
-        readable = (keys_at >= low) & (keys_at < end)
-        if BLOCK_SIZE >= TILE:
-            block = tl.load(block_row + start // BLOCK_SIZE).to(tl.int64)
-            slots = block * BLOCK_STRIDE + (start % BLOCK_SIZE + tile) * HEAD_DIM
-        else:
-            blocks = tl.load(block_row + keys_at // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
-            slots = blocks * BLOCK_STRIDE + (keys_at % BLOCK_SIZE) * HEAD_DIM
-        key_mask = in_head[:, None] & readable[None, :]
-        keys = tl.load(key_head + slots[None, :] + dims[:, None], mask=key_mask, other=0.0)
-        value_mask = readable[:, None] & in_head[None, :]
-        values = tl.load(value_head + slots[:, None] + dims[None, :], mask=value_mask, other=0.0)
-        if INTERPRETED:  # the interpreter multiplies the raw bits of bf16 operands
-            query = query.to(tl.float32)
-            keys = keys.to(tl.float32)
-            values = values.to(tl.float32)
-
-        scores = tl.dot(query, keys, input_precision="ieee") * scale
-        if HAS_SOFT_CAP:
-            small = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / soft_cap))  # tanh from exp(-2|x|) cannot overflow
-            capped = soft_cap * (1.0 - small) / (1.0 + small)
-            scores = tl.where(scores < 0.0, -capped, capped)
-        visible = readable[None, :] & (keys_at[None, :] <= positions[:, None])
-        if WINDOW > 0:
-            visible = visible & (keys_at[None, :] > positions[:, None] - WINDOW)
-        scores = tl.where(visible, scores * LOG2_E, float("-inf"))
-
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        base = softmax_base(new_maximum)
-        kept = tl.exp2(maximum - base)
-        weights = tl.exp2(scores - base[:, None]).to(dtype)
-        ones = tl.full([TILE, 16], 1.0, dtype)
-        if INTERPRETED:
-            weights = weights.to(tl.float32)
-            ones = ones.to(tl.float32)
-        sums = tl.dot(weights, ones, sums * kept[:, None], input_precision="ieee")
-        acc = tl.dot(weights, values, acc * kept[:, None], input_precision="ieee")
-        maximum = new_maximum
+    acc = tl.zeros([ROWS, query.shape[1]], tl.float32)
+    masked_from = first
+    if WINDOW == 0:
+        masked_from = first + tl.maximum(tl.minimum(end, first_position + 1) - first, 0) // TILE * TILE
+        for start in range(first, masked_from, TILE):
+            maximum, sums, acc = _attend_tile(
+                query, positions, key_head, value_head, block_row, start, low, end, scale, soft_cap, maximum, sums, acc,
+                BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE, 0, HAS_SOFT_CAP, False, INTERPRETED,
+            )  # fmt: skip
+    for start in range(masked_from, end, TILE):
+        maximum, sums, acc = _attend_tile(
+            query, positions, key_head, value_head, block_row, start, low, end, scale, soft_cap, maximum, sums, acc,
+            BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE, WINDOW, HAS_SOFT_CAP, True, INTERPRETED,
+        )  # fmt: skip
     return maximum, tl.max(sums, axis=1), acc
 
 

@@ -70,6 +70,7 @@ def _decode_kernel(
     maximum, total, acc = attend_chunk(
         tl.load(query_at, mask=mask, other=0.0),
         tl.full([ROWS], 0, tl.int32) + (seq_len - 1),
+        seq_len - 1,
         key_cache + kv_head * BLOCK_SIZE * HEAD_DIM,
         value_cache + kv_head * BLOCK_SIZE * HEAD_DIM,
         block_table + seq * table_stride,

@@ -104,6 +104,7 @@ def _prefill_kernel(
         chunk_max, chunk_total, chunk_acc = attend_chunk(
             queries,
             first_position + rows // GROUP_PADDED,
+            first_position,
             key_cache + kv_head * BLOCK_SIZE * HEAD_DIM,
             value_cache + kv_head * BLOCK_SIZE * HEAD_DIM,
             block_table + seq.to(tl.int64) * table_stride,
