@@ -131,6 +131,8 @@ def run_directory(config: ServeConfig) -> Iterator[RunDir]:
             lock.flush()
         if existed:
             stack.callback(_remove_files, run_dir)
+        for file in run_dir.metrics_files():  # of a server that was killed here: nobody goes on from them
+            file.unlink()
         write_private(run_dir.config_file, config.to_json())
         if config.parallel.replicas is None:  # else each has its own
             stack.enter_context(cluster_links(run_dir, config.parallel.cluster_host))
