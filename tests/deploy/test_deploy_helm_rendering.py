@@ -48,6 +48,7 @@ BAD_VALUES: dict[str, dict[str, Any]] = {
     "flags in one string": {"models": [{"name": "a", "extraArgs": "--max-num-seqs=1"}]},
     "an unknown mode": {"mode": "ray"},
     "the tag latest": {"image": {"tag": "latest"}},
+    "the tag latest of a model": {"models": [{"name": "a", "image": {"tag": "latest"}}]},
     "a secret's text": {"models": [{"name": "a", "hfToken": {"token": "hf_x"}}]},
     "a port too high": {"service": {"port": 70000}},
     "a negative drain": {"drainTimeout": -1},
@@ -152,6 +153,12 @@ def test_a_release_when_its_name_is_odd_then_all_names_are_short_enough_and_none
     for kind, text in names:
         assert len(text) <= (44 if kind == "RayCluster" else 63)
         assert not text.endswith("-")
+
+
+def test_a_model_with_an_image_of_its_own_when_rendered_then_it_has_that_and_the_others_the_charts() -> None:
+    images = {pod.labels["app.kubernetes.io/component"]: pod.container["image"] for pod in rendered("models").pods()}
+    assert images.pop("small") == "novainfer:0.1.0-cpu"
+    assert set(images.values()) == {"novainfer:0.1.0"}
 
 
 def test_the_notes_when_installed_then_they_say_how_to_chat() -> None:

@@ -44,8 +44,10 @@
 {{- if .servedModelName -}}{{- first .servedModelName -}}{{- else -}}{{- .model -}}{{- end -}}
 {{- end -}}
 
+{{/* Takes a dict of root and model, whose image goes before the chart's. */}}
 {{- define "novainfer.image" -}}
-{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- $image := mergeOverwrite (deepCopy .root.Values.image) (deepCopy .model.image) -}}
+{{- printf "%s:%s" $image.repository (default .root.Chart.AppVersion $image.tag) -}}
 {{- end -}}
 
 {{- define "novainfer.serviceAccountName" -}}
@@ -250,8 +252,8 @@ volumes:
 
 {{/* Image, environment and mounts of every container. */}}
 {{- define "novainfer.container" -}}
-image: {{ include "novainfer.image" .root }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+image: {{ include "novainfer.image" . }}
+imagePullPolicy: {{ default .root.Values.image.pullPolicy .model.image.pullPolicy }}
 securityContext:
   {{- toYaml .root.Values.securityContext | nindent 2 }}
 env:
