@@ -18,9 +18,9 @@ pytestmark = [
 ]
 
 SMALL = {"device": "cpu", "num_blocks": 64, "max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 4}
-QUESTIONS = ("What is 23 plus 45?", "Hello!")
-PARAMS = (SamplingParams(temperature=0.0, max_tokens=4), SamplingParams(temperature=1.0, seed=3, max_tokens=4))
-VARIANTS: list[dict[str, Any]] = [{}, {"deterministic": True}, {"quantization": "int8"}]
+QUESTIONS = ("Hi", "Hello!")
+PARAMS = (SamplingParams(temperature=0.0, max_tokens=2), SamplingParams(temperature=1.0, seed=3, max_tokens=2))
+VARIANTS: list[dict[str, Any]] = [{"deterministic": True}, {"quantization": "int4"}]
 
 
 def answers(**options: Any) -> list[list[int]]:
@@ -33,5 +33,5 @@ def answers(**options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: "-".join(options) or "plain")
 def test_the_demo_model_when_triton_computes_then_its_tokens_are_those_of_the_cpu(options: dict[str, Any]) -> None:
     wanted = answers(kernel_backend="cpu", **options)
-    assert [len(tokens) for tokens in wanted] == [4, 4]
+    assert [len(tokens) for tokens in wanted] == [2, 2]
     assert answers(kernel_backend="triton", **options) == wanted
