@@ -56,7 +56,10 @@ class Zygote:
                 self._deaths.recv(4096)
                 self._reap()
             if self._control in ready:
-                order, files, _, _ = socket.recv_fds(self._control, 1, 1)
+                try:
+                    order, files, _, _ = socket.recv_fds(self._control, 1, 1)
+                except ConnectionResetError:  # it was closed before our last word was read
+                    break
                 if not order:
                     break
                 self._kill(order[0])
