@@ -145,8 +145,14 @@ class Program(Protocol):
         """out = act(gate) * up."""
         ...
 
-    def run(self, positions: Tensor, slot_mapping: Tensor, metadata: AttentionMetadata) -> None:
-        """All of it, for one step's tokens. Raises IndexError for a position, slot or block that is not there."""
+    def cut(self) -> None:
+        """What is recorded from here on is part 1, for fewer tokens than part 0, whose rows in the buffers moved up."""
+        ...
+
+    def run(
+        self, positions: Tensor, slot_mapping: Tensor, metadata: AttentionMetadata, part: int | None = None
+    ) -> None:
+        """All of it, or one part, for one step's tokens. Raises IndexError for a position, slot or block not there."""
         ...
 
 

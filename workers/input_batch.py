@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata
 from novainfer.protocol.step import StepPlan
-from workers.models.base import ForwardBatch
+from workers.models.base import ForwardBatch, KeptTokens
 from workers.request_states import RequestStates
 from workers.row_sampling import IntArray, to_device
 
@@ -40,7 +41,7 @@ class InputBatch:
     forward: ForwardBatch  # query_start_loc [N + 1], seq_lens [N], block_table [N, max_blocks], slot_mapping [T]
     sample_rows: IntArray  # [S], in the plan's order, the places of one row next to each other
     sample_ahead: IntArray | None  # [S]: how many of its row's drafts stand before the place; None: there are no drafts
-    sample_hidden: Tensor  # [S] int64: indices in T of the hidden states that the sampled tokens follow
+    sample_hidden: Tensor  # [S] int64: which of the model's hidden states the sampled tokens follow
     prompt_spans: list[PromptSpan]
 
     @classmethod
@@ -76,11 +77,16 @@ class InputBatch:
         samples = (computed + num_new == states.num_tokens[rows])[place]
         sampling = place[samples]
         hidden = query_start_loc[sampling] + num_new[sampling] - 1
-        ahead = None
+        prompt_spans = _prompt_spans(states, rows, seq_lens, query_start_loc)
+        kept = ahead = None
         if num_drafts is not None:
             num_places = num_drafts[samples] + 1
             ahead = np.arange(num_places.sum()) - np.repeat(np.cumsum(num_places) - num_places, num_places)
             sampling, hidden = np.repeat(sampling, num_places), np.repeat(hidden, num_places) + ahead
+        elif len(hidden) < len(host_rows) and not prompt_spans:
+            table = states.block_table[to_device(rows[sampling], device), :max_blocks]
+            kept = KeptTokens(to_device(hidden, device), _single_tokens(seq_lens[sampling], table))
+            hidden = np.arange(len(hidden))
         return cls(
             rows=rows,
             num_new_tokens=num_new,
@@ -96,12 +102,26 @@ class InputBatch:
                     max_seq_len=max_seq_len,
                 ),
                 slot_mapping=blocks.long() * block_size + to_device(offsets, device),
+                kept=kept,
             ),
             sample_rows=rows[sampling],
             sample_ahead=ahead,
             sample_hidden=to_device(hidden, device),
-            prompt_spans=_prompt_spans(states, rows, seq_lens, query_start_loc),
+            prompt_spans=prompt_spans,
         )
+
+
+def _single_tokens(seq_lens: IntArray, block_table: Tensor) -> AttentionMetadata:
+    """Of the last tokens of sequences."""
+    device = block_table.device
+    return AttentionMetadata(
+        query_start_loc=torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=device),
+        seq_lens=to_device(seq_lens.astype(np.int32), device),
+        block_table=block_table,
+        num_decodes=len(seq_lens),
+        max_query_len=1,
+        max_seq_len=int(seq_lens.max(initial=0)),
+    )
 
 
 def _prompt_spans(

@@ -57,6 +57,7 @@ class NativeProgram:
     _buffers: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)  # whatever the operations point to
     _packed: ctypes.Array[Operation] | None = None
+    _cut: int = 0  # operations of part 0
     _num_done: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
 
     @property
@@ -119,8 +120,14 @@ class NativeProgram:
         check_act_mul(gate_up, activation)
         self._add(_ACT_MUL, act_mul_arguments(gate_up, out, activation))
 
-    def run(self, positions: Tensor, slot_mapping: Tensor, metadata: AttentionMetadata) -> None:
-        """All of it, for the tokens of one step: positions, slot_mapping [num_tokens] int64. Raises IndexError."""
+    def cut(self) -> None:
+        """Part 1 begins."""
+        self._cut = len(self._operations)
+
+    def run(
+        self, positions: Tensor, slot_mapping: Tensor, metadata: AttentionMetadata, part: int | None = None
+    ) -> None:
+        """All of it, or a part, for a step's tokens: positions, slot_mapping [num_tokens] int64. Raises IndexError."""
         if self._packed is None:
             self._packed = (Operation * len(self._operations))(*self._operations)
         table, num_tokens = metadata.block_table, len(positions)
@@ -137,12 +144,14 @@ class NativeProgram:
             *(num_tokens, len(metadata.seq_lens), table.stride(0), table.shape[1]),
             ctypes.addressof(self._num_done),
         )
-        count, threads = len(self._operations), torch.get_num_threads()
+        first = self._cut if part == 1 else 0
+        count = (self._cut if part == 0 else len(self._operations)) - first
+        operations = ctypes.addressof(self._packed) + first * ctypes.sizeof(Operation)
         done = self.library.run_program(
-            ctypes.addressof(self._packed), count, ctypes.addressof(inputs), DTYPES[self.dtype], threads
+            operations, count, ctypes.addressof(inputs), DTYPES[self.dtype], torch.get_num_threads()
         )
         if done != count:
-            raise IndexError(f"operation {done}: a position, slot or block lies outside its table")
+            raise IndexError(f"operation {first + done}: a position, slot or block lies outside its table")
 
     def _add(self, kind: int, arguments: ctypes.Structure, kept: object = None, **fields: int) -> None:
         self._kept += [arguments, kept]

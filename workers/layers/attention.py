@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionInput, AttentionParams, HeadNorms, KernelBackend, Program
+from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, HeadNorms, KernelBackend, Program
 from novainfer.errors import UnsupportedModelError
 from workers.layers.build import LayerBuilder, RowSlice
 from workers.layers.norm import AllHeadsNorm, RmsNorm
-from workers.models.base import ForwardBatch
 from workers.models.spec import DecoderSpec
 from workers.tensor_parallel import TensorParallel
 
@@ -69,8 +68,8 @@ class Attention:
             soft_cap=spec.attention_soft_cap,
         )
 
-    def __call__(self, x: Tensor, positions: Tensor, batch: ForwardBatch, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
-        """x [T, hidden], positions [T] -> [T, hidden]; writes this step's keys and values into kv_cache."""
+    def take_in(self, x: Tensor, positions: Tensor, slot_mapping: Tensor, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        """x [T, hidden], positions, slot_mapping [T] -> queries [T, H, D]; keys and values go into kv_cache."""
         shard, head_dim = self._shard, self._head_dim
         heads = self._qkv(x).view(x.shape[0], shard.num_heads + 2 * shard.num_kv_heads, head_dim)
         key_cache, value_cache = kv_cache
@@ -78,19 +77,22 @@ class Attention:
             query, key, value = torch.split(heads, [shard.num_heads, shard.num_kv_heads, shard.num_kv_heads], dim=1)
             query, key = self._query_norm(query), self._key_norm(key)
             self._kernels.rotary(query, key, positions, self._cos_sin)
-            self._kernels.store_kv(key, value, key_cache, value_cache, batch.slot_mapping)
-        else:
-            query = self._kernels.attention_input(
-                heads,
-                AttentionInput(
-                    shard.num_heads, self._norms, positions, self._cos_sin, key_cache, value_cache, batch.slot_mapping
-                ),
-            )
-        attended = self._kernels.paged_attention(query, key_cache, value_cache, batch.metadata, self._params)
+            self._kernels.store_kv(key, value, key_cache, value_cache, slot_mapping)
+            return query
+        return self._kernels.attention_input(
+            heads,
+            AttentionInput(
+                shard.num_heads, self._norms, positions, self._cos_sin, key_cache, value_cache, slot_mapping
+            ),
+        )
+
+    def attend(self, query: Tensor, metadata: AttentionMetadata, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries [K, H, D] of the tokens of `metadata` -> [K, hidden]."""
+        attended = self._kernels.paged_attention(query, *kv_cache, metadata, self._params)
         return self._output(attended.flatten(1))
 
-    def record(self, program: Program, x: Tensor, out: Tensor, kv_cache: tuple[Tensor, Tensor]) -> None:
-        """The call, for `program`. Raises ValueError for norms over the heads of all ranks."""
+    def record_take_in(self, program: Program, x: Tensor, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        """`take_in`, for `program`; returns the queries. Raises ValueError for norms over the heads of all ranks."""
         num_heads, num_kv_heads, head_dim = self._shard.num_heads, self._shard.num_kv_heads, self._head_dim
         qkv = program.buffer("qkv", (num_heads + 2 * num_kv_heads) * head_dim)
         program.linear(self._qkv, x, qkv)
@@ -103,8 +105,12 @@ class Attention:
                 norm.record(program, part, part)
         program.rotary(query, key, self._cos_sin)
         program.store_kv(key, value, *kv_cache)
-        attended = program.buffer("attended", num_heads * head_dim)
-        program.paged_attention(query, *kv_cache, self._params, attended.view(program.capacity, num_heads, head_dim))
+        return query
+
+    def record_attend(self, program: Program, query: Tensor, out: Tensor, kv_cache: tuple[Tensor, Tensor]) -> None:
+        """`attend`, for `program`."""
+        attended = program.buffer("attended", query.shape[1] * query.shape[2])
+        program.paged_attention(query, *kv_cache, self._params, attended.view(query.shape))
         self._output.record(program, attended, out)
 
 

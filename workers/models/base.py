@@ -14,11 +14,20 @@ KvCaches = list[tuple[Tensor, Tensor]]  # per layer (key_cache, value_cache), as
 
 
 @dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Those of a step whose hidden states are wanted: the last layer does no more for others than store their KV."""
+
+    index: Tensor  # [K] int64, in T
+    metadata: AttentionMetadata  # of these tokens alone, over the same contexts
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Where the tokens of one step belong; complete when built, passed down by argument."""
 
     metadata: AttentionMetadata
     slot_mapping: Tensor  # [T] int64, slot = block * block_size + offset, -1 = do not store
+    kept: KeptTokens | None = None  # None: all
 
 
 class CausalLM(Protocol):
@@ -40,7 +49,10 @@ class CausalLM(Protocol):
         ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
-        """input_ids, positions [T] int64 -> hidden states [T, hidden] after the final norm. Writes this step's KV."""
+        """input_ids, positions [T] int64 -> hidden states [K, hidden] after the final norm. Writes this step's KV.
+
+        K: the kept tokens, else all T.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from workers.layers.mlp import Mlp
 from workers.layers.moe import MixtureOfExperts
 from workers.layers.norm import RmsNorm
 from workers.layers.rotary import rotary_table
-from workers.models.base import ForwardBatch, KvCaches
+from workers.models.base import ForwardBatch, KeptTokens, KvCaches
 from workers.models.program import LayerProgram, Place, record_layers
 from workers.models.spec import DecoderSpec, MoeSpec
 
@@ -38,16 +38,17 @@ class Decoder:
         self._recorded: tuple[KvCaches, LayerProgram | None] | None = None
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
-        """input_ids, positions [T] -> hidden states [T, hidden] after the final norm."""
+        """As `CausalLM`."""
         residual = self._embedding(input_ids)
         program = self._program_for(kv_caches)
         if program is not None and len(residual) <= program.capacity:
             return program(residual, positions, batch)
         update: Tensor | None = None
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            residual, update = layer(residual, update, positions, batch, kv_cache)
+            kept = batch.kept if layer is self._layers[-1] else None
+            residual, update = layer(residual, update, positions, batch, kv_cache, kept)
             self._layers_done += 1
-        return _next_input(self._norm, residual, update)[0]
+        return _next_input(self._norm, residual, update)[0] if len(residual) else residual
 
     @property
     def progress(self) -> int:
@@ -100,23 +101,38 @@ class DecoderLayer:
         positions: Tensor,  # [T]
         batch: ForwardBatch,
         kv_cache: tuple[Tensor, Tensor],
+        kept: KeptTokens | None,
     ) -> tuple[Tensor, Tensor]:
-        """The residual before, and the update by, this layer's MLP."""
+        """The residual before, and the update by, this layer's MLP; of the kept tokens."""
         x, residual = _next_input(self._before_attention, residual, update)
-        update = self._finish(self._attention(x, positions, batch, kv_cache), self._after_attention)
+        query, metadata = self._attention.take_in(x, positions, batch.slot_mapping, kv_cache), batch.metadata
+        if kept is not None:
+            query, residual, metadata = query[kept.index], residual[kept.index], kept.metadata
+            if not len(residual):
+                return residual, residual
+        update = self._finish(self._attention.attend(query, metadata, kv_cache), self._after_attention)
         x, residual = _next_input(self._before_mlp, residual, update)
         return residual, self._finish(self._mlp(x), self._after_mlp)
 
-    def record(self, program: Program, place: Place, kv_cache: tuple[Tensor, Tensor], *, is_first: bool) -> None:
-        """The call, for `program`. Raises ValueError if it has a part that cannot be recorded."""
+    def record(
+        self, program: Program, place: Place, kv_cache: tuple[Tensor, Tensor], *, is_first: bool, is_last: bool
+    ) -> Tensor:
+        """The call, for `program`; returns the queries [capacity, H, D]. The last layer is cut behind its `take_in`.
+
+        Raises ValueError if it has a part that cannot be recorded.
+        """
         if self._residual_multiplier != 1.0 or not isinstance(self._mlp, Mlp):
             raise ValueError("a scaled residual or a mixture of experts cannot be recorded")
         place.next_input(program, self._before_attention, has_update=not is_first)
-        self._attention.record(program, place.x, place.update, kv_cache)
+        query = self._attention.record_take_in(program, place.x, kv_cache)
+        if is_last:
+            program.cut()
+        self._attention.record_attend(program, query, place.update, kv_cache)
         place.norm_update(program, self._after_attention)
         place.next_input(program, self._before_mlp, has_update=True)
         self._mlp.record(program, place.x, place.update)
         place.norm_update(program, self._after_mlp)
+        return query
 
     def _finish(self, update: Tensor, norm: RmsNorm | None) -> Tensor:
         if norm is not None:

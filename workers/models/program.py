@@ -48,8 +48,10 @@ class Place:
 class Recordable(Protocol):
     """A layer."""
 
-    def record(self, program: Program, place: Place, kv_cache: tuple[Tensor, Tensor], *, is_first: bool) -> None:
-        """Append its kernels."""
+    def record(
+        self, program: Program, place: Place, kv_cache: tuple[Tensor, Tensor], *, is_first: bool, is_last: bool
+    ) -> Tensor:
+        """Append its kernels, with a cut where the last layer's KV is stored; returns the queries [capacity, H, D]."""
         ...
 
 
@@ -59,6 +61,7 @@ class LayerProgram:
 
     program: Program
     place: Place
+    query: Tensor  # [capacity, H, D], the last layer's behind the cut
 
     @property
     def capacity(self) -> int:
@@ -66,10 +69,19 @@ class LayerProgram:
         return self.program.capacity
 
     def __call__(self, residual: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
-        """residual [T, hidden], positions [T] -> [T, hidden], valid until the next call."""
+        """residual [T, hidden], positions [T] -> [K, hidden] of the kept tokens, valid until the next call."""
+        slots, kept = batch.slot_mapping, batch.kept
         self.place.residual[: len(residual)].copy_(residual)
-        self.program.run(positions, batch.slot_mapping, batch.metadata)
-        return self.place.x[: len(residual)]
+        if kept is None:
+            self.program.run(positions, slots, batch.metadata)
+            return self.place.x[: len(residual)]
+        self.program.run(positions, slots, batch.metadata, part=0)
+        num_kept = len(kept.index)
+        if num_kept:
+            for rows in (self.place.residual, self.query):
+                rows[:num_kept] = rows[kept.index]
+            self.program.run(positions[kept.index], slots[kept.index], kept.metadata, part=1)
+        return self.place.x[:num_kept]
 
 
 def record_layers(
@@ -80,11 +92,13 @@ def record_layers(
     if program is None:
         return None
     place = Place(*(program.buffer(name, spec.hidden_size) for name in ("residual", "update", "x")))
+    query = place.x
     try:
         for index, (layer, kv_cache) in enumerate(zip(layers, kv_caches, strict=True)):
-            layer.record(program, place, kv_cache, is_first=index == 0)
+            is_last = index == len(layers) - 1
+            query = layer.record(program, place, kv_cache, is_first=index == 0, is_last=is_last)
         place.next_input(program, norm, has_update=True)
     except ValueError as reason:
         _log.info("the layers run one by one: %s", reason)
         return None
-    return LayerProgram(program, place)
+    return LayerProgram(program, place, query)

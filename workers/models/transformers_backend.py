@@ -143,7 +143,9 @@ class TransformersModel:
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
         """input_ids, positions [T] -> hidden states [T, hidden] after the final norm."""
-        return decoder_forward(self._decoder, input_ids, positions, PagedStep(self, self._kernels, batch, kv_caches))
+        step = PagedStep(self, self._kernels, batch, kv_caches)
+        hidden = decoder_forward(self._decoder, input_ids, positions, step)
+        return hidden if batch.kept is None else hidden[batch.kept.index]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] float32."""
