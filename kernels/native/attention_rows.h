@@ -149,42 +149,70 @@ struct TaskRows {
         if (row < stop) attend_chunk<1>(chunk, row, part);
     }
 
-    // Rows [row, row + R) over one chunk.
+    // Rows [row, row + R) over one chunk. They see one part of it each: from row to row it begins and ends later.
     template <int R>
     void attend_chunk(const Chunk<Stored>& chunk, long row, Totals& part) {
         alignas(64) float scores[R][kChunk];
         alignas(64) X probs[R][kChunk];
-        long low[R], high[R], shared_low = 0, shared_high = kChunk;  // lanes that each row sees, that all see
-        scores_of<R>(chunk, row, scores);
-        bool are_whole = args.soft_cap == 0.0f;
+        long low[R], high[R];  // lanes that each row sees
         for (int r = 0; r < R; r++) {
             low[r] = clamp(begin[row + r] - chunk.start, 0, kChunk);
             high[r] = clamp(end[row + r] - chunk.start, 0, kChunk);
-            are_whole = are_whole && low[r] == 0 && high[r] == kChunk;
-            shared_low = larger(shared_low, round_up(low[r], kPack));
-            shared_high = smaller(shared_high, high[r] / kPack * kPack);
         }
-        if (are_whole) {
+        const long first = low[0] / kLanes, stop = ceil_div(high[R - 1], kLanes);
+        scores_of<R>(chunk, first, stop, row, scores);
+        if (args.soft_cap == 0.0f && low[R - 1] == 0 && high[0] == kChunk) {
             softmax_whole_rows<R>(chunk, scores, row, part, probs);
             return add_values<R>(chunk, &probs[0][0], 0, kChunk, row, part);
         }
-        for (int r = 0; r < R; r++) {
-            if (low[r] < high[r]) softmax_row(chunk, scores[r], low[r], high[r], row + r, part, probs[r]);
+        if (args.soft_cap != 0.0f) {
+            memset(probs, 0, sizeof probs);
+            for (int r = 0; r < R; r++) softmax_row(chunk, scores[r], low[r], high[r], row + r, part, probs[r]);
+        } else {
+            softmax_cut_rows<R>(chunk, scores, low, high, row, part, probs);
         }
-        if (shared_low >= shared_high) shared_low = shared_high = kChunk;
-        // Positions ascend for every row: what it sees alone, what all rows see, the rest. Values that a row does not see are
-        // left out rather than multiplied by zero: a stale cache slot may hold NaN.
-        for (int r = 0; r < R; r++) add_values_row(chunk, probs[r], low[r], smaller(high[r], shared_low), part.acc[row + r]);
-        add_values<R>(chunk, &probs[0][0], shared_low, shared_high, row, part);
-        for (int r = 0; r < R; r++) add_values_row(chunk, probs[r], larger(low[r], shared_high), high[r], part.acc[row + r]);
+        add_all_values<R>(chunk, probs, low, high, row, part);
     }
 
     template <int R>
-    INLINE void scores_of(const Chunk<Stored>& chunk, long row, float (&scores)[R][kChunk]) const {
+    INLINE void scores_of(const Chunk<Stored>& chunk, long panel, long stop, long row, float (&scores)[R][kChunk]) const {
         constexpr int N = panels_for(R);
-        long panel = chunk.first_panel;
-        for (; panel + N <= chunk.end_panel; panel += N) score_panels<R, N>(chunk, row, panel, scores);
-        for (; panel < chunk.end_panel; panel++) score_panels<R, 1>(chunk, row, panel, scores);
+        for (; panel + N <= stop; panel += N) score_panels<R, N>(chunk, row, panel, scores);
+        for (; panel < stop; panel++) score_panels<R, 1>(chunk, row, panel, scores);
+    }
+
+    // A value that a row does not see has no part in its result: it is multiplied by zero, or, since a stale slot of the cache and
+    // what came of a later token may not be finite, left out.
+    template <int R>
+    INLINE void add_all_values(const Chunk<Stored>& chunk, X (&probs)[R][kChunk], const long (&low)[R], const long (&high)[R], long row,
+                               Totals& part) const {
+        const long begin = low[0] / kPack * kPack, end = round_up(high[R - 1], kPack);            // that some row sees
+        long all_begin = round_up(low[R - 1], kPack), all_end = high[0] / kPack * kPack;          // that all see
+        if (all_begin >= all_end) all_begin = all_end = end;
+        if (are_finite(chunk, begin, all_begin) && are_finite(chunk, all_end, end)) {
+            return add_values<R>(chunk, &probs[0][0], begin, end, row, part);
+        }
+        // Positions ascend for every row: what it sees alone, what all rows see, the rest.
+        for (int r = 0; r < R; r++) add_values_row(chunk, probs[r], low[r], smaller(high[r], all_begin), part.acc[row + r]);
+        add_values<R>(chunk, &probs[0][0], all_begin, all_end, row, part);
+        for (int r = 0; r < R; r++) add_values_row(chunk, probs[r], larger(low[r], all_end), high[r], part.acc[row + r]);
+    }
+
+    // Zeros for numbers, else NaN.
+    static INLINE Vec zero_of(const uint8_t*) { return zero(); }
+    template <class Number>
+    static INLINE Vec zero_of(const Number* x) { return load(x) * zero(); }
+
+    // Whether all values of lanes [lane, end) are, whole steps of them.
+    INLINE bool are_finite(const Chunk<Stored>& chunk, long lane, long end) const {
+        const long stride = args.padded_dim * kPack;
+        if (Cache::kIsFinite || lane >= end) return true;
+        Vec zeros = zero();
+        for (; lane < end; lane += kPack) {
+            const Stored* step = chunk.value[lane / kLanes] + lane % kLanes / kPack * stride;
+            for (long i = 0; i < stride; i += kLanes) zeros = zeros + zero_of(step + i);
+        }
+        return sum_lanes(zeros) == 0.0f;
     }
 
     template <int R, int N>
@@ -246,6 +274,33 @@ struct TaskRows {
             UNROLL for (int p = 0; p < kChunkPanels; p++) {
                 const Vec e = exp_below_88(load(scores[r] + p * kLanes) - zero_at);
                 store_probs(&probs[r][p * kLanes], Cache::scaled(e, chunk.value[p]));
+                sum = sum + e;
+            }
+            sums[row + r] = sum;
+        }
+    }
+
+    // The same of rows that see a part of the chunk; elsewhere their probabilities are zero, in the panels that some row sees.
+    template <int R>
+    INLINE void softmax_cut_rows(const Chunk<Stored>& chunk, const float (&scores)[R][kChunk], const long (&low)[R], const long (&high)[R],
+                                 long row, Totals& part, X (&probs)[R][kChunk]) {
+        const long first = low[0] / kLanes, stop = ceil_div(high[R - 1], kLanes);
+        float tops[R];
+        for (int r = 0; r < R; r++) {
+            Vec top = splat(-kInfinity);
+            for (long p = first; p < stop; p++) {
+                top = max(top, keep_lanes(load(scores[r] + p * kLanes), low[r] - p * kLanes, high[r] - p * kLanes, -kInfinity));
+            }
+            tops[r] = max_lanes(top);
+        }
+        for (int r = 0; r < R; r++) tops[r] = raise_top(tops[r], row + r, part);
+        for (int r = 0; r < R; r++) {
+            const Vec zero_at = splat(tops[r]);
+            Vec sum = sums[row + r];
+            for (long p = first; p < stop; p++) {
+                const long begin = low[r] - p * kLanes, end = high[r] - p * kLanes;
+                const Vec e = keep_lanes(exp_below_88(load(scores[r] + p * kLanes) - zero_at), begin, end, 0.0f);
+                store_probs(&probs[r][p * kLanes], Cache::kHeader ? keep_lanes(Cache::scaled(e, chunk.value[p]), begin, end, 0.0f) : e);
                 sum = sum + e;
             }
             sums[row + r] = sum;

@@ -57,6 +57,17 @@ def test_model_given_layers_recorded_as_one_call_when_run_then_they_have_the_bit
     assert paged_greedy(*load(checkpoint, dtype=dtype), prompts, NUM_TOKENS, 16) == together
 
 
+@pytest.mark.parametrize("budget", [5, 16, 512])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "olmo2", "qwen3_moe", "starcoder2"])
+def test_model_given_the_tokens_that_are_wanted_when_run_then_their_bits_are_those_of_a_step_that_keeps_all(
+    name: str, budget: int, tmp_path: Path
+) -> None:
+    model, kernels = load(build_checkpoint(name, tmp_path / name), dtype="bfloat16")
+    prompts = ragged_prompts()
+    every = paged_greedy(model, kernels, prompts, NUM_TOKENS, budget)
+    assert paged_greedy(model, kernels, prompts, NUM_TOKENS, budget, keeps_all=False) == every
+
+
 def test_transformers_model_given_any_batch_when_decoded_then_logprobs_have_the_same_bits(tmp_path: Path) -> None:
     model, kernels = load(build_checkpoint("starcoder2", tmp_path / "model"))
     prompts = ragged_prompts()

@@ -52,14 +52,39 @@ def test_mixed_plan_when_built_then_batch_has_every_index() -> None:
     assert metadata.block_table.tolist() == [[9, 0], [7, 3]]
     assert (metadata.num_decodes, metadata.max_query_len, metadata.max_seq_len) == (1, 17, 20)
     assert batch.sample_rows.tolist() == [2, 5]
-    assert batch.sample_hidden.tolist() == [0, 17]
+    kept = batch.forward.kept
+    assert kept is not None
+    assert kept.index.tolist() == [0, 17]
+    assert kept.metadata.query_start_loc.tolist() == [0, 1, 2]
+    assert kept.metadata.seq_lens.tolist() == [3, 20]
+    assert kept.metadata.block_table.tolist() == [[9, 0], [7, 3]]
+    assert (kept.metadata.num_decodes, kept.metadata.max_query_len, kept.metadata.max_seq_len) == (2, 1, 20)
+    assert batch.sample_hidden.tolist() == [0, 1]
 
 
 def test_unfinished_prompt_when_built_then_only_complete_rows_sample() -> None:
     states = states_with(new_row(0, list(range(9)), [0]), new_row(1, [1, 2, 3], [1]))
     batch = InputBatch.build(states, plan([0, 1], [5, 3]))
     assert batch.sample_rows.tolist() == [1]
-    assert batch.sample_hidden.tolist() == [7]
+    kept = batch.forward.kept
+    assert kept is not None
+    assert kept.index.tolist() == [7]
+    assert kept.metadata.block_table.tolist() == [[1]]
+    assert batch.sample_hidden.tolist() == [0]
+
+
+def test_nothing_sampled_when_built_then_no_token_is_kept() -> None:
+    states = states_with(new_row(0, list(range(9)), [0]))
+    kept = InputBatch.build(states, plan([0], [5])).forward.kept
+    assert kept is not None
+    assert kept.index.tolist() == []
+    assert (kept.metadata.num_decodes, kept.metadata.max_seq_len) == (0, 0)
+
+
+def test_decodes_alone_when_built_then_all_tokens_are_kept() -> None:
+    states = states_with(new_row(0, [1, 2, 3], [4]))
+    run(states, plan([0], [3]), 33)
+    assert InputBatch.build(states, plan([0], [1])).forward.kept is None
 
 
 def test_sampled_token_when_next_step_is_built_then_it_is_read_from_the_row() -> None:

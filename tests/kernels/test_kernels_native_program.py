@@ -167,3 +167,26 @@ def test_wrong_indices_when_several_operations_meet_them_then_the_first_one_is_t
         with pytest.raises(IndexError, match=f"operation {told}:"):
             program.run(positions, slots, metadata(4))
     program.run(good, torch.arange(4), metadata(4))
+
+
+def test_a_program_when_cut_then_its_parts_run_by_themselves_over_the_same_buffers() -> None:
+    program = CpuBackend().program(CAPACITY, torch.float32)
+    assert program is not None
+    x, y, z = (program.buffer(name, DIM) for name in "xyz")
+    x.copy_(torch.arange(1.0, CAPACITY * DIM + 1).view(CAPACITY, DIM))
+    weight = torch.ones(DIM)
+    program.rms_norm(x, weight, y, 0.0, 0.0)
+    program.cut()
+    program.rms_norm(y, 2 * weight, z, 0.0, 0.0)
+    positions = torch.zeros(CAPACITY, dtype=torch.int64)
+    program.run(positions, positions, metadata(CAPACITY))
+    whole = z.clone()
+    y.fill_(0.0)
+    z.fill_(0.0)
+    program.run(positions, positions, metadata(CAPACITY), part=0)
+    assert z.count_nonzero() == 0
+    y[0] = y[3]
+    program.run(positions[:1], positions[:1], metadata(1), part=1)
+    assert torch.equal(z[0], whole[3])
+    assert z[1:].count_nonzero() == 0
+    assert program.num_done == 4

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.backend import AttentionMetadata, KernelBackend, select_backend
 from novainfer.config import ModelConfig
-from workers.models.base import CausalLM, ForwardBatch
+from workers.models.base import CausalLM, ForwardBatch, KeptTokens
 from workers.models.loader import load_model
 from workers.tensor_parallel import TensorParallel
 
@@ -89,9 +89,12 @@ class PagedSession:
         prompts: list[list[int]],
         num_tokens: int,
         cache_dtype: torch.dtype | None = None,
+        keeps_all: bool = True,
     ) -> None:
+        """keeps_all: the model gives the hidden states of all tokens, not of those alone that are sampled after."""
         spec = model.spec
         self._model = model
+        self._keeps_all = keeps_all
         self._tokens = [list(prompt) for prompt in prompts]
         self._prompt_lens = [len(prompt) for prompt in prompts]
         self._targets = [len(prompt) + num_tokens for prompt in prompts]
@@ -146,19 +149,39 @@ class PagedSession:
             max_query_len=max(counts),
             max_seq_len=max(seq_lens),
         )
+        samples = [row for row, (i, seq_len) in enumerate(zip(rows, seq_lens, strict=True)) if self._is_all(i, seq_len)]
+        wanted = ends[1:].long()[samples] - 1
+        kept = None if self._keeps_all else KeptTokens(wanted, _last_tokens(metadata, samples))
         with torch.inference_mode():
-            hidden = self._model.forward(input_ids, positions, ForwardBatch(metadata, slots), self._caches)
-            logits = self._model.logits(hidden[ends[1:].long() - 1])
-        self._sample(rows, seq_lens, logits)
-
-    def _sample(self, rows: list[int], seq_lens: list[int], logits: Tensor) -> None:
-        logprobs = logits.log_softmax(-1)
-        for row, (i, seq_len) in enumerate(zip(rows, seq_lens, strict=True)):
+            hidden = self._model.forward(input_ids, positions, ForwardBatch(metadata, slots, kept), self._caches)
+            assert len(hidden) == (len(input_ids) if kept is None else len(samples))
+            logits = self._model.logits(hidden[wanted] if kept is None else hidden) if samples else None
+        for i, seq_len in zip(rows, seq_lens, strict=True):
             self._computed[i] = seq_len
-            if seq_len == len(self._tokens[i]):
-                token = int(logits[row].argmax())
-                self._tokens[i].append(token)
-                self._logprobs[i].append(float(logprobs[row, token]))
+        if logits is not None:
+            self._sample([rows[row] for row in samples], logits)
+
+    def _is_all(self, i: int, seq_len: int) -> bool:
+        return seq_len == len(self._tokens[i])
+
+    def _sample(self, sequences: list[int], logits: Tensor) -> None:
+        logprobs = logits.log_softmax(-1)
+        for row, i in enumerate(sequences):
+            token = int(logits[row].argmax())
+            self._tokens[i].append(token)
+            self._logprobs[i].append(float(logprobs[row, token]))
+
+
+def _last_tokens(metadata: AttentionMetadata, sequences: list[int]) -> AttentionMetadata:
+    seq_lens = metadata.seq_lens[sequences]
+    return AttentionMetadata(
+        query_start_loc=torch.arange(len(sequences) + 1, dtype=torch.int32),
+        seq_lens=seq_lens,
+        block_table=metadata.block_table[sequences],
+        num_decodes=len(sequences),
+        max_query_len=1,
+        max_seq_len=max(seq_lens.tolist(), default=0),
+    )
 
 
 def paged_greedy(
@@ -168,9 +191,11 @@ def paged_greedy(
     num_tokens: int,
     budget: int = 24,
     cache_dtype: torch.dtype | None = None,
+    *,
+    keeps_all: bool = True,
 ) -> Generation:
     """Our answer."""
-    return PagedSession(model, kernels, prompts, num_tokens, cache_dtype).run(budget)
+    return PagedSession(model, kernels, prompts, num_tokens, cache_dtype, keeps_all).run(budget)
 
 
 def largest_difference(ours: Generation, theirs: Generation) -> float:
