@@ -3,7 +3,8 @@
 The rates are of the fastest call of a few milliseconds, measured beside every server's turn, because a shared machine
 is not always as fast. The least time of a step's layers is the larger of what reading and what multiplying takes, as if
 both went on at once, and nothing else took any; the same for the vocabulary projection, which comes after them. So it
-is a limit for servers that do not read the projection's weights while the layers multiply.
+is a limit for servers that do not read the projection's weights while the layers multiply. Of the last layer, tokens
+that nothing is sampled after need keys and values alone.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ class Machine:
 class Decoder:
     """What a token costs in a dense decoder with a vocabulary projection; from `config.json`."""
 
-    layer_weights: int  # numbers
+    num_layers: int
+    layer_weights: int  # numbers, of all layers
     head_weights: int
+    kv_weights: int  # of all layers' projections to keys and values
     kv_numbers: int  # of one token's keys and values
     attention_numbers: int  # heads times their size, over all layers
     num_bytes: int = 2  # of a number
@@ -48,17 +51,23 @@ class Decoder:
         hidden, layers, dim = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         per_layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config["intermediate_size"]
-        return cls(layers * per_layer, config["vocab_size"] * hidden, layers * 2 * kv_heads * dim, layers * heads * dim)
+        kv_numbers = layers * 2 * kv_heads * dim
+        head_weights = config["vocab_size"] * hidden
+        return cls(layers, layers * per_layer, head_weights, kv_numbers * hidden, kv_numbers, layers * heads * dim)
 
     def step_seconds(self, machine: Machine, rows: Sequence[tuple[int, int]]) -> float:
         """rows: for each sequence its tokens to compute and those it has before; one is sampled of each."""
+        tokens, share = sum(new for new, _ in rows), 1 / self.num_layers  # of one layer
         scores = sum(new * before + new * (new + 1) // 2 for new, before in rows)
+        last_scores = sum(before + new for new, before in rows)
         read = self.layer_weights + self.kv_numbers * sum(before + new for new, before in rows)
-        products = self.layer_weights * sum(new for new, _ in rows) + 2 * self.attention_numbers * scores
+        others = share * (self.layer_weights - self.kv_weights) * (tokens - len(rows))  # that the last layer leaves out
+        products = self.layer_weights * tokens - others
+        products += 2 * self.attention_numbers * ((1 - share) * scores + share * last_scores)
         layers = self._part_seconds(machine, read, products)
         return layers + self._part_seconds(machine, self.head_weights, self.head_weights * len(rows))
 
-    def _part_seconds(self, machine: Machine, read: int, products: int) -> float:
+    def _part_seconds(self, machine: Machine, read: float, products: float) -> float:
         return max(self.num_bytes * read / machine.bytes_per_second, 2 * products / machine.flops_per_second)
 
 

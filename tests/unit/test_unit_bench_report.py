@@ -27,7 +27,9 @@ def test_one_row_when_decoded_then_reading_the_weights_is_its_limit() -> None:
 
 
 def test_a_long_prompt_when_computed_then_multiplying_is_its_limit_and_then_reading_the_projection() -> None:
-    products = QWEN.layer_weights * 1024 + 2 * QWEN.attention_numbers * 1024 * 1025 // 2
+    layer, keys_and_values, head_numbers = QWEN.layer_weights / 28, 2 * 1024 * 1024, 16 * 128
+    products = 1024 * (27 * layer + keys_and_values) + layer - keys_and_values
+    products += 2 * head_numbers * (27 * 1024 * 1025 / 2 + 1024)
     read = 2 * QWEN.head_weights
     assert QWEN.step_seconds(MACHINE, [(1024, 0)]) == pytest.approx(2 * products / 400e9 + read / 40e9)
 
