@@ -83,6 +83,28 @@ class SamplingTensors:
     index: Tensor  # [B] int64: index of the token in the output, 0 = first sampled
 
 
+@dataclass(frozen=True, slots=True)
+class PersistentRows:
+    """What a device knows of R rows from step to step. All contiguous in their last dimension."""
+
+    token_ids: Tensor  # [R, max_model_len] int32
+    block_table: Tensor  # [R, max_blocks] int32
+    floats: Tensor  # [3, R] float32: temperature, top_p, min_p
+    integers: Tensor  # [3, R] int64: top_k, choice, seed
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """Inputs of a step of `size` decodes, in memory that stays where it is."""
+
+    input_ids: Tensor  # [size] int64
+    positions: Tensor  # [size] int64
+    seq_lens: Tensor  # [size] int32
+    slot_mapping: Tensor  # [size] int64
+    block_table: Tensor  # [size, max_blocks] int32
+    sampling: SamplingTensors  # [size]
+
+
 class Linear(Protocol):
     """A linear layer with its weight packed the way its backend likes it."""
 
@@ -294,6 +316,18 @@ class KernelBackend(Protocol):
         token_ids [max_rows, max_len] with a contiguous last dimension and room for them; returns how many were written,
         [len(rows)]. `kernels.prompt_lookup` states which.
         """
+        ...
+
+    def prepare_decodes(self, step: Tensor, rows: PersistentRows, block_size: int, out: DecodeInputs) -> None:
+        """Write the inputs of a step in which each row reads the token at its position and samples the one behind it.
+
+        step [3, size] int64, contiguous: row, position, index of the token to sample. A negative row pads the step:
+        token and position 0, no context, slot -1, greedy.
+        """
+        ...
+
+    def append_tokens(self, step: Tensor, tokens: Tensor, token_ids: Tensor) -> None:
+        """Write tokens [size] int64 into token_ids [R, max_model_len] int32, behind the positions of `step`'s rows."""
         ...
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:

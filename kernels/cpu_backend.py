@@ -12,7 +12,16 @@ from torch import Tensor
 from kernels.act_mul import cpu as act_mul_cpu
 from kernels.act_mul import reference as act_mul_reference
 from kernels.attention_input.reference import attention_input
-from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, IntArray, SamplingTensors
+from kernels.backend import (
+    AttentionInput,
+    AttentionMetadata,
+    AttentionParams,
+    DecodeInputs,
+    IntArray,
+    PersistentRows,
+    SamplingTensors,
+)
+from kernels.decode_inputs.reference import append_tokens, prepare_decodes
 from kernels.kv_store import cpu as kv_cpu
 from kernels.kv_store import reference as kv_reference
 from kernels.linear.cpu import PackedLinear
@@ -203,6 +212,14 @@ class CpuBackend:
         if self._library is None:
             return lookup_reference.find_drafts(token_ids, rows, num_tokens, most)
         return lookup_cpu.find_drafts(self._library, token_ids, rows, num_tokens, most)
+
+    def prepare_decodes(self, step: Tensor, rows: PersistentRows, block_size: int, out: DecodeInputs) -> None:
+        """Inputs of a step that decodes."""
+        prepare_decodes(step, rows, block_size, out)
+
+    def append_tokens(self, step: Tensor, tokens: Tensor, token_ids: Tensor) -> None:
+        """Tokens into their rows."""
+        append_tokens(step, tokens, token_ids)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """One token id per row."""

@@ -10,8 +10,18 @@ from torch import Tensor
 
 from kernels.act_mul.reference import act_mul
 from kernels.attention_input.reference import attention_input
-from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
+from kernels.backend import (
+    AttentionInput,
+    AttentionMetadata,
+    AttentionParams,
+    DecodeInputs,
+    IntArray,
+    Linear,
+    PersistentRows,
+    SamplingTensors,
+)
 from kernels.checks import check_linear, check_shape
+from kernels.decode_inputs.reference import append_tokens, prepare_decodes
 from kernels.kv_store.reference import row_width, store_kv, stored_dtype
 from kernels.linear.reference import DequantizedLinear, dequantize, quantize, widened
 from kernels.linear.schemes import IntegerWeight, WeightScheme
@@ -143,6 +153,14 @@ class ReferenceBackend:
     ) -> IntArray:
         """Prompt lookup."""
         return find_drafts(token_ids, rows, num_tokens, most)
+
+    def prepare_decodes(self, step: Tensor, rows: PersistentRows, block_size: int, out: DecodeInputs) -> None:
+        """Inputs of a step that decodes."""
+        prepare_decodes(step, rows, block_size, out)
+
+    def append_tokens(self, step: Tensor, tokens: Tensor, token_ids: Tensor) -> None:
+        """Tokens into their rows."""
+        append_tokens(step, tokens, token_ids)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """One token id per row."""

@@ -15,7 +15,17 @@ from torch import Tensor
 from kernels import checks
 from kernels.act_mul.triton import act_mul
 from kernels.attention_input.triton import attention_input
-from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
+from kernels.backend import (
+    AttentionInput,
+    AttentionMetadata,
+    AttentionParams,
+    DecodeInputs,
+    IntArray,
+    Linear,
+    PersistentRows,
+    SamplingTensors,
+)
+from kernels.decode_inputs.triton import append_tokens, prepare_decodes
 from kernels.kv_store.triton import store_kv
 from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.linear.triton import TritonLinear
@@ -206,6 +216,14 @@ class TritonBackend:
     ) -> IntArray:
         """Prompt lookup, on the host."""
         return find_drafts(token_ids, rows, num_tokens, most)
+
+    def prepare_decodes(self, step: Tensor, rows: PersistentRows, block_size: int, out: DecodeInputs) -> None:
+        """Inputs of a step that decodes."""
+        prepare_decodes(step, rows, block_size, out)
+
+    def append_tokens(self, step: Tensor, tokens: Tensor, token_ids: Tensor) -> None:
+        """Tokens into their rows."""
+        append_tokens(step, tokens, token_ids)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """One token id per row."""

@@ -130,6 +130,10 @@ class ParallelConfig:
         "On GPUs: tokens do not depend on the batch, at some cost in speed (linear layers are our own, not the "
         "vendor's). On CPUs they never do.",
     )
+    enforce_eager: bool = option(
+        False,
+        "On GPUs: launch every kernel of a step from the host, and record no CUDA graphs.",
+    )
     spare_workers: int = option(
         0,
         "Worker groups, 0 or 1, that stand by with the weights loaded, to take over at once from one that dies "

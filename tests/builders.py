@@ -11,6 +11,7 @@ from kernels.backend import KernelBackend
 from novainfer.config import CacheConfig
 from novainfer.protocol.step import NewBlocks, NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
+from workers.decode_graphs import Record
 from workers.kv_cache import KVCache
 from workers.model_runner import ModelRunner
 from workers.models.base import CausalLM
@@ -45,12 +46,19 @@ def limits(**values: int) -> RowLimits:
     return RowLimits(**{**defaults, **values})
 
 
-def make_runner(model: CausalLM, kernels: KernelBackend, *, kv_cache_dtype: str = "auto", **values: int) -> ModelRunner:
+def make_runner(
+    model: CausalLM,
+    kernels: KernelBackend,
+    *,
+    kv_cache_dtype: str = "auto",
+    record: Record | None = None,
+    **values: int,
+) -> ModelRunner:
     """A runner on the CPU with empty rows and a zeroed cache."""
     row_limits = limits(**{"vocab_size": model.spec.vocab_size, **values})
     config = CacheConfig(block_size=row_limits.block_size, kv_cache_dtype=kv_cache_dtype)
     cache = KVCache.allocate(model, kernels, row_limits.num_blocks, config, CPU)
-    return ModelRunner(model, kernels, TensorParallel.single(), RequestStates(row_limits, CPU), cache)
+    return ModelRunner(model, kernels, TensorParallel.single(), RequestStates(row_limits, CPU), cache, record)
 
 
 class PlanWriter:

@@ -6,6 +6,8 @@ step may be launched before the last one has finished: it reads the sampled toke
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor
 from kernels.backend import KernelBackend
 from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import RowPromptLogprobs, StepPlan, StepResult
+from workers.decode_graphs import DecodeGraphs, Graph, Rank, Record
 from workers.drafts import NOT_FINITE, true_places
 from workers.input_batch import InputBatch, PromptSpan
 from workers.kv_cache import KVCache
@@ -69,23 +72,40 @@ class ModelRunner:
     """Owns the rows and the KV cache of a rank, and runs plans in the order they come."""
 
     def __init__(
-        self, model: CausalLM, kernels: KernelBackend, tp: TensorParallel, states: RequestStates, cache: KVCache
+        self,
+        model: CausalLM,
+        kernels: KernelBackend,
+        tp: TensorParallel,
+        states: RequestStates,
+        cache: KVCache,
+        record: Record | None = None,
     ) -> None:
+        """record: makes graphs of steps that only decode; None: such steps run as all others do."""
         self.states = states
         self.cache = cache
         self._model = model
         self._tp = tp
         self._kernels = kernels
         self._sampler = Sampler(kernels)
+        self._copies = HostCopies(states.device)
+        self._graphs: DecodeGraphs | None = None
+        if record is not None:
+            rank = Rank(model, kernels, tp, states, cache)
+            self._graphs = DecodeGraphs(rank, record, states.limits.max_num_seqs)
 
     @property
     def progress(self) -> int:
-        """Grows with every layer; may be read by another thread."""
-        return self._model.progress
+        """Grows with every layer, or graph; may be read by another thread."""
+        return self._model.progress + (0 if self._graphs is None else self._graphs.num_launched)
 
     def drop_rows(self) -> None:
         """Forget all rows: their owner is gone."""
         self.states.clear()
+
+    @torch.inference_mode()
+    def use_idle_time(self) -> bool:
+        """See `Runner`: record a graph."""
+        return self._graphs is not None and not self.states.in_use.any() and self._graphs.record_next()
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step to its end: the result on rank 0, None elsewhere. Raises `EngineError` for an impossible plan."""
@@ -104,7 +124,9 @@ class ModelRunner:
         sampled: Sampled | None = None
         prompts: list[PromptResult] = []
         num_drafts = self._find_drafts(plan) if plan.num_drafts else None
-        if plan.rows:
+        if self._graphs is not None and (graph := self._graphs.take(plan)) is not None:
+            sampled = self._launch_graph(graph, np.array(plan.rows, np.int64))
+        elif plan.rows:
             batch = InputBatch.build(self.states, plan, num_drafts)
             hidden = self._model.forward(batch.input_ids, batch.positions, batch.forward, self.cache.layers)
             prompts = [prompt for span in batch.prompt_spans if (prompt := self._prompt_logprobs(hidden, span))]
@@ -114,6 +136,17 @@ class ModelRunner:
             return None
         drafted = [] if num_drafts is None else num_drafts[: len(plan.num_drafts)].tolist()
         return self._pending(plan, sampled, prompts, drafted)
+
+    def _launch_graph(self, graph: Graph, rows: IntArray) -> Sampled | None:
+        """A step of decodes whose rows the graph has been told."""
+        graph.compute()
+        self.states.advance(rows, np.ones_like(rows))
+        chosen = self.states.sampling.select(rows)
+        if not chosen.is_plain or len(chosen.logprob_positions):
+            return self._sample_logits(graph.step.logits(len(rows)), rows)
+        graph.sample()
+        self.states.count_appended(rows)
+        return graph.step.sampled(rows) if self._tp.rank == 0 else None
 
     def _find_drafts(self, plan: StepPlan) -> IntArray | None:
         """How many drafts each row of the plan has; they stand behind its tokens. None: nowhere any."""
@@ -130,15 +163,19 @@ class ModelRunner:
         if not len(batch.sample_rows):
             return None
         logits = self._model.logits(hidden[batch.sample_hidden])
+        return self._sample_logits(logits, batch.sample_rows, batch.sample_ahead)
+
+    def _sample_logits(self, logits: Tensor, rows: IntArray, ahead: IntArray | None = None) -> Sampled | None:
+        """Logits [S, V] float32 of places of `rows` [S], changed in place; ahead: see `InputBatch.sample_ahead`."""
         sampled: Sampled | None = None
-        token_ids = torch.empty(len(batch.sample_rows), dtype=torch.int64, device=logits.device)
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         if self._tp.rank == 0:
-            sampled = self._sampler.sample(logits, batch.sample_rows, self.states, batch.sample_ahead)
+            sampled = self._sampler.sample(logits, rows, self.states, ahead)
             token_ids = sampled.token_ids
-        if batch.sample_ahead is not None:
-            return self._sample_with_drafts(sampled, token_ids, batch.sample_rows, batch.sample_ahead)
+        if ahead is not None:
+            return self._sample_with_drafts(sampled, token_ids, rows, ahead)
         token_ids = self._tp.broadcast(token_ids)
-        self.states.append(batch.sample_rows, token_ids)
+        self.states.append(rows, token_ids)
         return sampled
 
     def _sample_with_drafts(
@@ -177,22 +214,42 @@ class ModelRunner:
         """Start the copies to the host."""
         if self.states.device.type == "cpu":
             return PendingStep(plan, sampled, prompts, None, num_drafted)
-        if sampled is not None:
-            sampled = replace(
-                sampled,
-                token_ids=_to_host(sampled.token_ids),
-                is_bad=_to_host(sampled.is_bad),
-                logprobs=None if sampled.logprobs is None else sampled.logprobs.map(_to_host),
-            )
-        prompts = [PromptResult(p.span, p.logprobs.map(_to_host), _to_host(p.is_bad)) for p in prompts]
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return PendingStep(plan, sampled, prompts, done)
+        with self._copies.begin() as to_host:
+            if sampled is not None:
+                sampled = replace(
+                    sampled,
+                    token_ids=to_host(sampled.token_ids),
+                    is_bad=to_host(sampled.is_bad),
+                    logprobs=None if sampled.logprobs is None else sampled.logprobs.map(to_host),
+                )
+            prompts = [PromptResult(p.span, p.logprobs.map(to_host), to_host(p.is_bad)) for p in prompts]
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return PendingStep(plan, sampled, prompts, done, num_drafted)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory; it is complete when the stream has come this far."""
-    return tensor.to("cpu", non_blocking=True)
+class HostCopies:
+    """Copies to the host beside the next step, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def begin(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Of tensors that the step so far has computed: pinned memory, complete when the stream has come this far."""
+        stream = self._stream
+        assert stream is not None
+
+        def to_host(tensor: Tensor) -> Tensor:
+            tensor.record_stream(stream)
+            return tensor.to("cpu", non_blocking=True)
+
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield to_host
 
 
 def _token_logprobs(sampled: Sampled, bad: set[int]) -> list[Logprobs | None]:

@@ -73,6 +73,10 @@ class NullRunner:
     def drop_rows(self) -> None:
         """See `Runner`."""
 
+    def use_idle_time(self) -> bool:
+        """See `Runner`: there is nothing to do."""
+        return False
+
 
 def null_runner(config: ServeConfig, place: RankPlace) -> tuple[NullRunner, ExecutorInfo]:
     """For the model's shape, which is all that is read of it. There are as many KV blocks as can be used."""

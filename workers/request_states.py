@@ -81,6 +81,10 @@ class RequestStates:
             self.token_ids[to_device(rows, self.device), to_device(positions, self.device)] = token_ids.int()
         self.num_tokens[rows] = positions + 1
 
+    def count_appended(self, rows: IntArray) -> None:
+        """The device has appended a token to each of `rows` [B] itself."""
+        self.num_tokens[rows] += 1
+
     def advance(self, rows: IntArray, num_new_tokens: IntArray) -> None:
         """The KV of the next num_new_tokens[i] tokens of rows[i] has been computed."""
         self.num_computed_tokens[rows] += num_new_tokens

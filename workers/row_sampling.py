@@ -75,18 +75,22 @@ class TokenRules:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowSelection:
     """What the sampling of some rows [B] needs to know, as long as no row gets a new owner."""
 
-    tensors: SamplingTensors  # with an index of zeros
+    _owner: SamplingRows
+    _rows: IntArray
     num_logprobs: IntArray  # [B], NO_LOGPROBS for none
     logprob_positions: IntArray  # [L], in B: where some are asked for
     is_plain: bool  # no rules, no penalties: the logits are sampled as they are
+    _tensors: SamplingTensors | None = None  # with an index of zeros; made when they are first asked for
 
     def at(self, output_index: IntArray, device: torch.device) -> SamplingTensors:
         """What the sampling kernel takes; output_index [B] is the index of the token to sample."""
-        return replace(self.tensors, index=to_device(output_index, device))
+        if self._tensors is None:
+            self._tensors = self._owner.tensors(self._rows)
+        return replace(self._tensors, index=to_device(output_index, device))
 
 
 class SamplingRows:
@@ -94,13 +98,13 @@ class SamplingRows:
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._device = device
+        floats, integers = np.zeros((3, max_num_seqs), np.float32), np.zeros((3, max_num_seqs), np.int64)
+        # The same on the device, as `kernels.backend.PersistentRows` has them; on a CPU the same memory.
+        self.floats, self.integers = to_device(floats, device), to_device(integers, device)
+        self._floats, self._integers = floats, integers
         # All arrays: [max_num_seqs].
-        self.temperature = np.zeros(max_num_seqs, np.float32)
-        self.top_k = np.zeros(max_num_seqs, np.int32)
-        self.top_p = np.ones(max_num_seqs, np.float32)
-        self.min_p = np.zeros(max_num_seqs, np.float32)
-        self.seed = np.zeros(max_num_seqs, np.int64)
-        self.choice = np.zeros(max_num_seqs, np.int32)
+        self.temperature, self.top_p, self.min_p = floats
+        self.top_k, self.choice, self.seed = integers
         self.repetition_penalty = np.ones(max_num_seqs, np.float32)
         self.presence_penalty = np.zeros(max_num_seqs, np.float32)
         self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
@@ -122,6 +126,9 @@ class SamplingRows:
         self.min_p[row] = params.min_p
         self.seed[row] = params.seed
         self.choice[row] = new.choice
+        if self._device.type != "cpu":
+            self.floats[:, row] = to_device(self._floats[:, row].copy(), self._device)
+            self.integers[:, row] = to_device(self._integers[:, row].copy(), self._device)
         self.repetition_penalty[row] = params.repetition_penalty
         self.presence_penalty[row] = params.presence_penalty
         self.frequency_penalty[row] = params.frequency_penalty
@@ -141,16 +148,21 @@ class SamplingRows:
         num_logprobs = self.num_logprobs[rows]
         penalties = (self.repetition_penalty[rows] != 1.0, self.presence_penalty[rows], self.frequency_penalty[rows])
         return RowSelection(
-            tensors=SamplingTensors(
-                temperature=to_device(self.temperature[rows], self._device),
-                top_k=to_device(self.top_k[rows], self._device),
-                top_p=to_device(self.top_p[rows], self._device),
-                min_p=to_device(self.min_p[rows], self._device),
-                seed=to_device(self.seed[rows], self._device),
-                choice=to_device(self.choice[rows], self._device),
-                index=to_device(np.zeros_like(rows), self._device),
-            ),
+            self,
+            rows,
             num_logprobs=num_logprobs,
             logprob_positions=np.flatnonzero(num_logprobs >= 0),
             is_plain=not (self.has_rules[rows].any() or any(values.any() for values in penalties)),
+        )
+
+    def tensors(self, rows: IntArray) -> SamplingTensors:
+        """Of `rows` [B], with an index of zeros."""
+        return SamplingTensors(
+            temperature=to_device(self.temperature[rows], self._device),
+            top_k=to_device(self.top_k[rows].astype(np.int32), self._device),
+            top_p=to_device(self.top_p[rows], self._device),
+            min_p=to_device(self.min_p[rows], self._device),
+            seed=to_device(self.seed[rows], self._device),
+            choice=to_device(self.choice[rows].astype(np.int32), self._device),
+            index=to_device(np.zeros_like(rows), self._device),
         )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.backend import KernelBackend
+from kernels.backend import KernelBackend, SamplingTensors
 from workers.logprobs import LogprobTensors, gather_logprobs
 from workers.request_states import RequestStates
 from workers.row_sampling import IntArray, TokenRules, to_device
@@ -48,6 +48,9 @@ class Sampled:
         )
 
 
+NO_ROWS: IntArray = np.zeros(0, np.int64)
+
+
 class Sampler:
     """Stateless: all it knows of a row stands in `RequestStates`."""
 
@@ -63,18 +66,28 @@ class Sampler:
         positions = chosen.logprob_positions
         position_index = to_device(positions, logits.device)
         raw = logits[position_index] if len(positions) else None
-        sums = logits.sum(dim=1)  # hands on NaN and +inf; -inf for some ids is a legal mask
+        sums = logits.sum(dim=1)
         output_len = states.output_len(rows, ahead)
         if not chosen.is_plain:
             process_logits(logits, rows, states, output_len)
-        token_ids = self._kernels.sample(logits, chosen.at(output_len, logits.device))
-        best = logits.gather(1, token_ids[:, None])[:, 0]
-        is_bad = ~(sums < math.inf) | (best == -math.inf)
-        token_ids.masked_fill_(is_bad, 0)
+        token_ids, is_bad = _choose(self._kernels, logits, sums, chosen.at(output_len, logits.device))
         logprobs = None
         if raw is not None:
             logprobs = gather_logprobs(raw, token_ids[position_index], int(chosen.num_logprobs.max()))
         return Sampled(rows, token_ids, is_bad, positions, chosen.num_logprobs[positions], logprobs)
+
+
+def sample_plain(kernels: KernelBackend, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+    """(token ids [S] int64, is_bad [S] bool), as in `Sampled`, of logits [S, V] float32 that are taken as they are."""
+    return _choose(kernels, logits, logits.sum(dim=1), params)
+
+
+def _choose(kernels: KernelBackend, logits: Tensor, sums: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+    """sums [S]: of the raw logits; they hand on NaN and +inf, while -inf for some ids is a legal mask."""
+    token_ids = kernels.sample(logits, params)
+    best = logits.gather(1, token_ids[:, None])[:, 0]
+    is_bad = ~(sums < math.inf) | (best == -math.inf)
+    return token_ids.masked_fill_(is_bad, 0), is_bad
 
 
 def process_logits(logits: Tensor, rows: IntArray, states: RequestStates, output_len: IntArray) -> None:

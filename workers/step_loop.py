@@ -100,6 +100,7 @@ class StepLoop:
                 continue
             if not self._socket.poll(HELLO_INTERVAL_MS):
                 self._session.say_hello()
+                self._worker.runner.use_idle_time()
                 continue
             message = WORKER_SCHEMA.decode(self._socket.recv())
             self._pulse.is_busy = True

@@ -27,6 +27,7 @@ from novainfer.mode import Mode
 from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.checkpoint import find_checkpoint
+from workers.decode_graphs import cuda_recorder
 from workers.fingerprint import checksum_of, fingerprint
 from workers.kv_cache import CacheSize, KVCache, block_bytes, cpu_budget, fit_cache, gpu_budget, resolve_max_model_len
 from workers.launch import RankPlace
@@ -72,6 +73,9 @@ class Runner(Protocol):
     def drop_rows(self) -> None:
         """Forget all rows: their owner is gone."""
 
+    def use_idle_time(self) -> bool:
+        """No plan has come for a while: get something ready, in less than a second or so. False: there is nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Worker:
@@ -112,7 +116,8 @@ class Worker:
         size = _size_cache(config, model, kernels, tp, device)
         cache = KVCache.allocate(model, kernels, size.num_blocks, config.cache, device)
         limits = _limits(config, model, size, _step_tokens(config, model, tp, device))
-        runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache)
+        record = cuda_recorder(device) if has_graphs(config, model, device) else None
+        runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache, record)
         progress(STAGE_WARM_UP, 0, 1)
         num_tokens = min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 2)
         if any(result.bad_rows for result in _run_dummy(runner, [0] * num_tokens, _WARM_UP_PARAMS)):
@@ -159,6 +164,11 @@ def choose_kernels(config: ParallelConfig, device: torch.device) -> KernelBacken
         )
     except ValueError as error:
         raise ConfigError(f"--kernel-backend {config.kernel_backend}: {error}") from None
+
+
+def has_graphs(config: ServeConfig, model: CausalLM, device: torch.device) -> bool:
+    """Whether steps that only decode become CUDA graphs."""
+    return device.type == "cuda" and model.is_static and not config.parallel.enforce_eager
 
 
 def check_quantization(config: ModelConfig, kernels: KernelBackend) -> None:
@@ -215,7 +225,9 @@ def _size_cache(
     _run_dummy(ModelRunner(model, kernels, tp, states, cache), [0] * num_tokens, _WARM_UP_PARAMS)
     torch.cuda.synchronize(device)
     del cache
-    sampling_bytes = _SAMPLING_COPIES * 4 * config.scheduler.max_num_seqs * model.spec.vocab_size
+    # Graphs have memory of their own, for as much again.
+    copies = _SAMPLING_COPIES * (2 if has_graphs(config, model, device) else 1)
+    sampling_bytes = copies * 4 * config.scheduler.max_num_seqs * model.spec.vocab_size
     return fit_cache(config, max_position, per_block, gpu_budget(config, device) - sampling_bytes)
 
 

@@ -15,7 +15,14 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_triton
 from triton.runtime.jit import JITFunction
 
-from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, HeadNorms
+from kernels.backend import (
+    AttentionInput,
+    AttentionMetadata,
+    AttentionParams,
+    DecodeInputs,
+    HeadNorms,
+    PersistentRows,
+)
 from kernels.linear.schemes import INT4, INT8
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import sampling_tensors
@@ -73,7 +80,13 @@ def _launch_everything(backend: TritonBackend) -> None:
         layer = backend.pack_linear(torch.zeros(100, 1100, dtype=dtype), torch.zeros(100, dtype=dtype), scheme)
         for rows in (3, 200):
             layer(torch.zeros(rows, 1100, dtype=dtype))
-    backend.sample(torch.zeros(2, 9000), sampling_tensors(cpu, 2))
+    sampling = sampling_tensors(cpu, 2)
+    backend.sample(torch.zeros(2, 9000), sampling)
+    step, tokens = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    table = torch.zeros(2, 40, dtype=torch.int32)
+    rows = PersistentRows(table, table, torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64))
+    backend.prepare_decodes(step, rows, 16, DecodeInputs(tokens, tokens, table[0], tokens, table, sampling))
+    backend.append_tokens(step, tokens, table)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,11 @@ class CausalLM(Protocol):
         ...
 
     @property
+    def is_static(self) -> bool:
+        """Whether a step of so many tokens is always the same kernels, and the host waits for none of them."""
+        ...
+
+    @property
     def num_local_kv_heads(self) -> int:
         """Key/value heads whose cache this rank holds."""
         ...

@@ -56,6 +56,11 @@ class Decoder:
         program = None if self._recorded is None else self._recorded[1]
         return self._layers_done + (0 if program is None else program.program.num_done)
 
+    @property
+    def is_static(self) -> bool:
+        """See `CausalLM`: the host looks which experts are chosen."""
+        return not any(isinstance(mlp, MoeSpec) for mlp in self.spec.mlps)
+
     def _program_for(self, kv_caches: KvCaches) -> LayerProgram | None:
         """The layers over these caches as one call, recorded at first; None if they cannot be."""
         if self._recorded is None or self._recorded[0] is not kv_caches:

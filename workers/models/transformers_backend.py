@@ -141,6 +141,11 @@ class TransformersModel:
         self._head = _with_replaced(model, _path_of(model, self._decoder), HiddenInput())
         self._kernels = kernels
 
+    @property
+    def is_static(self) -> bool:
+        """See `CausalLM`: nobody knows."""
+        return False
+
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
         """input_ids, positions [T] -> hidden states [T, hidden] after the final norm."""
         step = PagedStep(self, self._kernels, batch, kv_caches)

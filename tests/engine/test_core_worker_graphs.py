@@ -1,0 +1,174 @@
+"""Steps that only decode as recorded calls, here without a GPU: what a graph would do again, a function does again.
+
+What is tested is all but CUDA: which steps a graph takes, over memory that stays where it is, padded, and that nothing of
+a row's tokens depends on that. On the CPU's kernels a row's bits depend on the row alone, so the tokens must be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from kernels.backend import KernelBackend, select_backend
+from novainfer.config import ModelConfig
+from novainfer.protocol.step import StepPlan
+from tests.builders import CPU, PlanWriter, execute, generate, make_runner
+from tests.parity.builders import build_checkpoint
+from workers.decode_graphs import graph_sizes
+from workers.model_runner import ModelRunner
+from workers.models.base import CausalLM
+from workers.models.loader import load_model
+from workers.tensor_parallel import TensorParallel
+
+pytestmark = pytest.mark.stage0
+
+PROMPTS = [[(7 * i * i + 3 * i + row) % 251 for i in range(3 + 11 * row)] for row in range(5)]
+FIELDS: list[dict[str, object]] = [
+    {"temperature": 1.0, "top_p": 0.95, "seed": 12345},
+    {},
+    {"temperature": 0.8, "seed": -3 + 2**63, "top_k": 20, "min_p": 0.01},
+    {"temperature": 1.2, "seed": 9, "choice": 3},
+    {"temperature": 0.7, "seed": 1},
+]
+PENALISED = {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.5}
+
+
+class Recorder:
+    """Calls again what was recorded, and counts."""
+
+    def __init__(self) -> None:
+        self.recorded: list[str] = []
+        self.replayed: list[str] = []
+
+    def __call__(self, call: Callable[[], None]) -> Callable[[], None]:
+        name = getattr(call, "__name__", "")
+        self.recorded.append(name)
+        call()
+
+        def replay() -> None:
+            self.replayed.append(name)
+            call()
+
+        return replay
+
+
+@pytest.fixture(scope="module")
+def kernels() -> KernelBackend:
+    return select_backend(CPU)
+
+
+@pytest.fixture(scope="module")
+def model(kernels: KernelBackend, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    folder = build_checkpoint("qwen3", tmp_path_factory.mktemp("graphs") / "qwen3", "bfloat16")
+    return load_model(ModelConfig(model=str(folder)), tp=TensorParallel.single(), kernels=kernels, device=CPU)
+
+
+def with_graphs(model: CausalLM, kernels: KernelBackend, count: int = 99) -> tuple[ModelRunner, Recorder]:
+    """A runner that has had the time to record so many."""
+    recorder = Recorder()
+    runner = make_runner(model, kernels, record=recorder)
+    for _ in range(count):
+        runner.use_idle_time()
+    return runner, recorder
+
+
+def test_traffic_when_its_decodes_are_graphs_then_every_row_has_the_tokens_of_a_run_alone(
+    model: CausalLM, kernels: KernelBackend
+) -> None:
+    alone = []
+    for prompt, fields in zip(PROMPTS, FIELDS, strict=True):
+        writer = PlanWriter()
+        writer.add(0, prompt, **fields)
+        alone.append(generate(make_runner(model, kernels), writer, 0, 15))
+    runner, recorder = with_graphs(model, kernels)
+    assert recorder.recorded == ["compute", "sample"] * len(graph_sizes(8))
+    writer = PlanWriter()
+    got: dict[int, list[int]] = {row: [] for row in range(5)}
+    for row in range(5):  # each joins while the others decode: a mixed step, then two of decodes alone
+        writer.add(row + 2, PROMPTS[row], **FIELDS[row])
+        for work in ({row + 2: len(PROMPTS[row])}, {}, {}):
+            decodes = dict.fromkeys((old + 2 for old in range(row + (not work))), 1)
+            result = execute(runner, writer.plan(decodes | work))
+            for place, token in zip(result.rows, result.token_ids, strict=True):
+                got[place - 2].append(token)
+    assert recorder.replayed == ["compute", "sample"] * 10
+    assert [len(tokens) for tokens in got.values()] == [15, 12, 9, 6, 3]
+    assert list(got.values()) == [tokens[: len(got[row])] for row, tokens in enumerate(alone)]
+
+
+def test_rows_with_penalties_or_logprobs_when_decoded_then_their_logits_come_from_the_graph_and_are_sampled_as_ever(
+    model: CausalLM, kernels: KernelBackend
+) -> None:
+    def run(runner: ModelRunner) -> list[object]:
+        writer = PlanWriter()
+        writer.add(0, PROMPTS[2], **PENALISED)
+        writer.add(1, PROMPTS[3], logprobs=3, **FIELDS[3])
+        plans = [writer.plan({0: len(PROMPTS[2]), 1: len(PROMPTS[3])}), *(writer.plan({0: 1, 1: 1}) for _ in range(4))]
+        results = [execute(runner, plan) for plan in plans]
+        return [(result.rows, result.token_ids, result.logprobs) for result in results]
+
+    runner, recorder = with_graphs(model, kernels)
+    assert run(runner) == run(make_runner(model, kernels))
+    assert recorder.replayed == ["compute"] * 4
+
+
+def test_steps_that_are_no_plain_decodes_when_planned_then_no_graph_takes_them(
+    model: CausalLM, kernels: KernelBackend
+) -> None:
+    runner, recorder = with_graphs(model, kernels)
+    writer = PlanWriter()
+    writer.add(0, PROMPTS[1])
+    writer.add(1, [5], prompt_logprobs=1)
+    plans: list[StepPlan] = [
+        writer.plan({0: 1}),  # one token of a longer prompt
+        writer.plan({0: len(PROMPTS[1]) - 1}),
+        writer.plan({1: 1, 0: 1}),  # log-probabilities of a prompt
+    ]
+    for plan in plans:
+        execute(runner, plan)
+    assert recorder.replayed == []
+
+
+def test_no_idle_time_when_a_size_is_wanted_often_then_it_is_recorded_and_a_larger_one_serves_meanwhile(
+    model: CausalLM, kernels: KernelBackend
+) -> None:
+    runner, recorder = with_graphs(model, kernels, 1)
+    assert recorder.recorded == ["compute", "sample"]  # the largest
+    writer = PlanWriter()
+    writer.add(0, PROMPTS[0], **FIELDS[0])
+    runner_alone, alone = make_runner(model, kernels), PlanWriter()
+    alone.add(0, PROMPTS[0], **FIELDS[0])
+    assert generate(runner, writer, 0, 40) == generate(runner_alone, alone, 0, 40)
+    assert recorder.recorded == ["compute", "sample"] * 2
+    assert recorder.replayed == ["compute", "sample"] * 39
+
+
+def test_rows_in_use_when_nothing_runs_then_no_time_is_taken(model: CausalLM, kernels: KernelBackend) -> None:
+    runner, recorder = with_graphs(model, kernels, 0)
+    writer = PlanWriter()
+    writer.add(0, PROMPTS[0])
+    execute(runner, writer.plan({}))
+    runner.use_idle_time()
+    assert recorder.recorded == []
+
+
+def test_a_poisoned_row_when_decoded_by_a_graph_then_it_alone_is_bad(model: CausalLM, kernels: KernelBackend) -> None:
+    runner, recorder = with_graphs(model, kernels)
+    writer = PlanWriter()
+    writer.add(0, PROMPTS[3])
+    writer.add(1, PROMPTS[4])
+    execute(runner, writer.plan({0: len(PROMPTS[3]), 1: len(PROMPTS[4])}))
+    blocks = runner.states.block_table[0, :3].long()
+    for key_cache, _ in runner.cache.layers:
+        key_cache[blocks] = math.nan
+    result = execute(runner, writer.plan({0: 1, 1: 1}))
+    assert (result.bad_rows, recorder.replayed) == ([0], ["compute", "sample"])
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 60, 64, 100, 256])
+def test_sizes_when_chosen_then_they_ascend_to_the_most(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, most)
