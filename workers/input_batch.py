@@ -80,9 +80,7 @@ class InputBatch:
         prompt_spans = _prompt_spans(states, rows, seq_lens, query_start_loc)
         kept = ahead = None
         if num_drafts is not None:
-            num_places = num_drafts[samples] + 1
-            ahead = np.arange(num_places.sum()) - np.repeat(np.cumsum(num_places) - num_places, num_places)
-            sampling, hidden = np.repeat(sampling, num_places), np.repeat(hidden, num_places) + ahead
+            sampling, hidden, ahead = _with_drafts(sampling, hidden, num_drafts[samples])
         elif len(hidden) < len(host_rows) and not prompt_spans:
             table = states.block_table[to_device(rows[sampling], device), :max_blocks]
             kept = KeptTokens(to_device(hidden, device), _single_tokens(seq_lens[sampling], table))
@@ -109,6 +107,13 @@ class InputBatch:
             sample_hidden=to_device(hidden, device),
             prompt_spans=prompt_spans,
         )
+
+
+def _with_drafts(sampling: IntArray, hidden: IntArray, num_drafts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Both [rows that sample], once more for each draft, and how many drafts of its row stand before each place: [S]."""
+    num_places = num_drafts + 1
+    ahead = np.arange(num_places.sum()) - np.repeat(np.cumsum(num_places) - num_places, num_places)
+    return np.repeat(sampling, num_places), np.repeat(hidden, num_places) + ahead, ahead
 
 
 def _single_tokens(seq_lens: IntArray, block_table: Tensor) -> AttentionMetadata:
