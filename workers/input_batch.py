@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata
@@ -60,19 +59,19 @@ class InputBatch:
             rows, num_new, counts = rows[order], num_new[order], counts[order]
         computed = states.num_computed_tokens[rows]
         seq_lens = computed + counts
-        max_query_len, max_seq_len = int(counts.max()), int(seq_lens.max())
         query_start_loc = np.arange(len(rows) + 1)
         host_rows, host_positions = rows, computed
-        if max_query_len > 1:
+        all_single = len(rows) == counts.sum()
+        if not all_single:
             np.cumsum(counts, out=query_start_loc[1:])
             # Token t is the (t - query_start_loc[i])-th new token of its row rows[i].
             host_rows = np.repeat(rows, counts)
             host_positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], counts)
         positions, token_rows = to_device(host_positions, device), to_device(host_rows, device)
-        row_index = token_rows if max_query_len == 1 else to_device(rows, device)
+        row_index = token_rows if all_single else to_device(rows, device)
         host_blocks, offsets = np.divmod(host_positions, block_size)
         blocks = states.block_table[token_rows, to_device(host_blocks, device)]
-        max_blocks = -(-max_seq_len // block_size)
+        max_blocks = -(-int(seq_lens.max()) // block_size)
 
         samples = (computed + num_new == states.num_tokens[rows])[place]
         sampling = place[samples]
@@ -83,7 +82,7 @@ class InputBatch:
             sampling, hidden, ahead = _with_drafts(sampling, hidden, num_drafts[samples])
         elif len(hidden) < len(host_rows) and not prompt_spans:
             table = states.block_table[to_device(rows[sampling], device), :max_blocks]
-            kept = KeptTokens(to_device(hidden, device), _single_tokens(seq_lens[sampling], table))
+            kept = _last_tokens(hidden, seq_lens[sampling], table)
             hidden = np.arange(len(hidden))
         return cls(
             rows=rows,
@@ -91,14 +90,7 @@ class InputBatch:
             input_ids=states.token_ids[token_rows, positions].long(),
             positions=positions,
             forward=ForwardBatch(
-                metadata=AttentionMetadata(
-                    query_start_loc=to_device(query_start_loc.astype(np.int32), device),
-                    seq_lens=to_device(seq_lens.astype(np.int32), device),
-                    block_table=states.block_table[row_index, :max_blocks],
-                    num_decodes=int((counts == 1).sum()),
-                    max_query_len=max_query_len,
-                    max_seq_len=max_seq_len,
-                ),
+                metadata=_metadata(query_start_loc, seq_lens, states.block_table[row_index, :max_blocks]),
                 slot_mapping=blocks.long() * block_size + to_device(offsets, device),
                 kept=kept,
             ),
@@ -110,21 +102,26 @@ class InputBatch:
 
 
 def _with_drafts(sampling: IntArray, hidden: IntArray, num_drafts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Both [rows that sample], once more for each draft, and how many drafts of its row stand before each place: [S]."""
+    """Both [rows that sample], again for each draft: [S]; and how many drafts of its row stand before each place."""
     num_places = num_drafts + 1
     ahead = np.arange(num_places.sum()) - np.repeat(np.cumsum(num_places) - num_places, num_places)
     return np.repeat(sampling, num_places), np.repeat(hidden, num_places) + ahead, ahead
 
 
-def _single_tokens(seq_lens: IntArray, block_table: Tensor) -> AttentionMetadata:
-    """Of the last tokens of sequences."""
-    device = block_table.device
+def _last_tokens(index: IntArray, seq_lens: IntArray, block_table: Tensor) -> KeptTokens:
+    """One of each sequence."""
+    metadata = _metadata(np.arange(len(seq_lens) + 1), seq_lens, block_table)
+    return KeptTokens(to_device(index, block_table.device), metadata)
+
+
+def _metadata(query_start_loc: IntArray, seq_lens: IntArray, block_table: Tensor) -> AttentionMetadata:
+    device, counts = block_table.device, np.diff(query_start_loc)
     return AttentionMetadata(
-        query_start_loc=torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=device),
+        query_start_loc=to_device(query_start_loc.astype(np.int32), device),
         seq_lens=to_device(seq_lens.astype(np.int32), device),
         block_table=block_table,
-        num_decodes=len(seq_lens),
-        max_query_len=1,
+        num_decodes=int((counts == 1).sum()),
+        max_query_len=int(counts.max(initial=0)),
         max_seq_len=int(seq_lens.max(initial=0)),
     )
 
