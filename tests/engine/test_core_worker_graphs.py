@@ -1,7 +1,7 @@
 """Steps that only decode as recorded calls, here without a GPU: what a graph would do again, a function does again.
 
-What is tested is all but CUDA: which steps a graph takes, over memory that stays where it is, padded, and that nothing of
-a row's tokens depends on that. On the CPU's kernels a row's bits depend on the row alone, so the tokens must be equal.
+What is tested is all but CUDA: which steps a graph takes, over memory that stays where it is, padded, and that nothing
+of a row's tokens depends on that. On the CPU's kernels a row's bits depend on the row alone, so tokens must be equal.
 """
 
 from __future__ import annotations
