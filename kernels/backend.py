@@ -10,7 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -35,7 +35,9 @@ class AttentionMetadata:
     block_table: Tensor  # [num_seqs, max_blocks] int32
     num_decodes: int  # the first num_decodes sequences have exactly one query token
     max_query_len: int
-    max_seq_len: int
+    max_seq_len: int  # none is longer
+    # What a backend has found out about all of this, for the other layers of the step, by keys of its own.
+    derived: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 import triton
 
 # Triton reads the variable when a kernel is defined. Interpreted kernels run on CPU tensors through NumPy.
@@ -18,6 +19,11 @@ INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "tr
 def next_power_of_2(value: int, at_least: int = 1) -> int:
     """The smallest power of two that is neither below `value` nor below `at_least`."""
     return max(at_least, int(triton.next_power_of_2(value)))
+
+
+def num_processors(device: torch.device) -> int:
+    """Of a GPU; interpreted, a few, so that programs have more than one thing to do."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def warps_for(elements: int) -> int:

@@ -62,17 +62,7 @@ class DecodeStep:
         )
         self._places = torch.full((3, size), -1, dtype=torch.int64, device=device)  # see `prepare_decodes`
         self._inputs = _inputs(size, states.block_table.shape[1], device)
-        self._batch = ForwardBatch(
-            metadata=AttentionMetadata(
-                query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=device),
-                seq_lens=self._inputs.seq_lens,
-                block_table=self._inputs.block_table,
-                num_decodes=size,
-                max_query_len=1,
-                max_seq_len=states.limits.max_model_len,
-            ),
-            slot_mapping=self._inputs.slot_mapping,
-        )
+        self._query_start_loc = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(size, dtype=torch.int64, device=device)
         self._is_bad = torch.zeros(size, dtype=torch.bool, device=device)
 
@@ -86,9 +76,18 @@ class DecodeStep:
     def compute(self) -> None:
         """Logits of the rows, and their keys and values into the cache."""
         model, kernels, states = self._rank.model, self._rank.kernels, self._rank.states
-        kernels.prepare_decodes(self._places, self._rows, states.limits.block_size, self._inputs)
         inputs = self._inputs
-        hidden = model.forward(inputs.input_ids, inputs.positions, self._batch, self._rank.cache.layers)
+        kernels.prepare_decodes(self._places, self._rows, states.limits.block_size, inputs)
+        metadata = AttentionMetadata(  # of this call alone: what kernels derive from it belongs to one step
+            query_start_loc=self._query_start_loc,
+            seq_lens=inputs.seq_lens,
+            block_table=inputs.block_table,
+            num_decodes=self.size,
+            max_query_len=1,
+            max_seq_len=states.limits.max_model_len,
+        )
+        batch = ForwardBatch(metadata, inputs.slot_mapping)
+        hidden = model.forward(inputs.input_ids, inputs.positions, batch, self._rank.cache.layers)
         self._logits.copy_(model.logits(hidden))
 
     def sample(self) -> None:
