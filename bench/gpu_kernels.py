@@ -97,7 +97,7 @@ def linear_calls(rows: int, outputs: int, columns: int, device: torch.device, *,
     weights = [torch.randn(outputs, columns, device=device).bfloat16() for _ in range(copies)]
 
     def ours(weight: Tensor, scheme: object = None) -> Call:
-        return partial(TritonLinear(weight, None, scheme), x)  # type: ignore[arg-type]
+        return partial(TritonLinear.of(weight, None, scheme), x)  # type: ignore[arg-type]
 
     return {
         "torch": [partial(F.linear, x, weight) for weight in weights],

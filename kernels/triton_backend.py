@@ -193,10 +193,11 @@ class TritonBackend:
         """The vendor's library where it may choose its order, else ours; so for quantised weights, which it has not."""
         if scheme is None and not self._exact:
             return TorchLinear(weight, bias)
-        return TritonLinear(weight, bias, scheme)
+        return TritonLinear.of(weight, bias, scheme)
 
-    def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """There are none."""
+    def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> TritonLinear | None:
+        """Ours, in groups of at least 16 columns."""
+        return TritonLinear.of_integers(weight, bias)
 
     def program(self, capacity: int, dtype: torch.dtype) -> None:
         """There is none."""

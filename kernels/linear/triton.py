@@ -18,93 +18,22 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import checks
-from kernels.linear.reference import quantize
-from kernels.linear.schemes import WeightScheme
+from kernels.linear.packing import CHUNK, PackedWeight, pack_integers, pack_rounded, pack_whole
+from kernels.linear.schemes import IntegerWeight, WeightScheme
+from kernels.linear.triton_sums import chunk_sum
 from kernels.triton_launch import INTERPRETED
 
-CHUNK = 1024  # columns; a constant, since the bits depend on it. A multiple of every scheme's group
-BLOCK_N = 64  # outputs of a program: a constant for the same reason
+BLOCK_N = 64  # outputs of a program: a constant, since the bits may depend on it
 _FEW_ROWS = 64
 _MANY_ROWS = 128
-_BLOCK_K = 64  # columns at a time where weights are no integers
-
-
-@triton.jit
-def _group_sum(
-    x_row,  # pointers to [BLOCK_M, 1]: column 0 of each row
-    weight_row,  # pointers to [1, BLOCK_N]: column 0 of each output's weights (bytes where BITS is 4)
-    row_mask,  # [BLOCK_M, 1]
-    output_mask,  # [1, BLOCK_N]
-    first,  # column of x
-    stored,  # the same of the weights
-    end,  # columns from here on are not there
-    acc,  # [BLOCK_M, BLOCK_N] float32
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,  # 4, 8, or 16 and 32: no integers
-    HIGH: tl.constexpr,  # of 4 bits: the upper ones
-    INTERPRETED: tl.constexpr,
-):
-    """acc + x[:, first : first + COLUMNS] @ weight.T of these columns."""
-    columns = tl.arange(0, COLUMNS)
-    there = first + columns < end
-    x = tl.load(x_row + (first + columns)[None, :], mask=row_mask & there[None, :], other=0.0)
-    weight = tl.load(weight_row + (stored + columns)[:, None], mask=output_mask & there[:, None], other=0)
-    if BITS == 4:
-        weight = ((weight.to(tl.int32) >> 4) if HIGH else (weight.to(tl.int32) & 15)) - 8
-    if INTERPRETED:  # the interpreter multiplies the raw bits of bf16 operands
-        return tl.dot(x.to(tl.float32), weight.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
-
-
-@triton.jit
-def _chunk_sum(
-    x_row,
-    weight_row,
-    scale_row,  # pointers to [1, BLOCK_N]: the first group's scale of each output
-    row_mask,
-    output_mask,
-    first,
-    end,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,  # columns at a time; a group, where weights are integers
-    BITS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """The sum over one chunk's columns [first, end), float32 [BLOCK_M, BLOCK_N]."""
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(first, tl.minimum(first + CHUNK, end), STEP):
-        if BITS == 4:
-            HALF: tl.constexpr = STEP // 2
-            stored = start // 2
-            part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            part = _group_sum(
-                x_row, weight_row, row_mask, output_mask, start, stored, end, part, HALF, 4, False, INTERPRETED
-            )
-            part = _group_sum(
-                x_row, weight_row, row_mask, output_mask, start + HALF, stored, end, part, HALF, 4, True, INTERPRETED
-            )
-        elif BITS == 8:
-            part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            part = _group_sum(
-                x_row, weight_row, row_mask, output_mask, start, start, end, part, STEP, 8, False, INTERPRETED
-            )
-        else:
-            acc = _group_sum(
-                x_row, weight_row, row_mask, output_mask, start, start, end, acc, STEP, BITS, False, INTERPRETED
-            )
-        if BITS <= 8:
-            scale = tl.load(scale_row + start // STEP, mask=output_mask, other=0.0).to(tl.float32)
-            acc = tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
-    return acc
 
 
 @triton.jit
 def _linear_kernel(
     x,  # [num_rows, K]
-    weight,  # [N, K], or [N, K / 2] bytes of two columns: see `pack_nibbles`
+    weight,  # as in `packing.PackedWeight`
     scales,  # [N, groups] where weights are integers
+    offsets,  # [N, groups] where HAS_OFFSETS
     bias,  # [N] where HAS_BIAS
     out,  # [num_rows, N]
     partial,  # [chunks, num_rows, N] float32 where SPLIT
@@ -120,6 +49,7 @@ def _linear_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     BITS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -130,21 +60,21 @@ def _linear_kernel(
     outputs = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     row_mask, output_mask = rows < num_rows, outputs < N
     x_row, weight_row = x + rows * x_stride, weight + outputs * weight_stride
-    scale_row = scales + outputs * scale_stride
+    scale_row, offset_row = scales + outputs * scale_stride, offsets + outputs * scale_stride
     if SPLIT:
         chunk = tl.program_id(2)
-        acc = _chunk_sum(
-            x_row, weight_row, scale_row, row_mask, output_mask, chunk * CHUNK, K,
-            BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, INTERPRETED,
+        acc = chunk_sum(
+            x_row, weight_row, scale_row, offset_row, row_mask, output_mask, chunk * CHUNK, K,
+            BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, INTERPRETED,
         )  # fmt: skip
         at = partial + (chunk.to(tl.int64) * num_rows + rows) * N + outputs
         tl.store(at, acc, mask=row_mask & output_mask)
     else:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for first in range(0, K, CHUNK):
-            total += _chunk_sum(
-                x_row, weight_row, scale_row, row_mask, output_mask, first, K,
-                BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, INTERPRETED,
+            total += chunk_sum(
+                x_row, weight_row, scale_row, offset_row, row_mask, output_mask, first, K,
+                BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, INTERPRETED,
             )  # fmt: skip
         if HAS_BIAS:
             total += tl.load(bias + outputs, mask=output_mask, other=0.0).to(tl.float32)
@@ -174,37 +104,28 @@ def _add_chunks_kernel(
     tl.store(out + row * out_stride + outputs, total.to(out.dtype.element_ty), mask=mask)
 
 
-def pack_nibbles(integers: Tensor, group: int) -> Tensor:
-    """integers [N, K] int8 within -8..7 -> [N, ceil(K / group) * group / 2] uint8, each plus 8.
-
-    In a group of columns, byte j holds column j (lower four bits) and column j + group / 2: so each half of a group is
-    one tile of bytes, without reordering.
-    """
-    padded = torch.nn.functional.pad(integers, (0, -integers.shape[1] % group))
-    halves = (padded.to(torch.int16) + 8).view(len(integers), -1, 2, group // 2)
-    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).to(torch.uint8).flatten(1).contiguous()
-
-
 class TritonLinear:
     """See `kernels.backend.Linear`: a row's bits depend on that row alone."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: WeightScheme | None = None) -> None:
-        """weight [N, K]; with a scheme (of 8 or 4 bits, rows as they are) it is rounded to integers here.
-
-        Raises ValueError for another scheme.
-        """
-        checks.check_linear(weight, bias)
-        if scheme is not None and (scheme.rounds_rows or CHUNK % scheme.group):
-            raise ValueError(f"kernel backend 'triton' has no {scheme.name} weights")
-        self.out_features, self.in_features = weight.shape
+    def __init__(self, packed: PackedWeight, columns: int, bias: Tensor | None) -> None:
+        """columns: K of the weight [N, K] that is packed; bias [N]."""
+        checks.check_linear(packed.weight, bias)
+        self.out_features, self.in_features = len(packed.weight), columns
+        self._packed = packed
         self._bias = bias
-        self._step = _BLOCK_K if scheme is None else scheme.group
-        self._bits = 8 * weight.element_size() if scheme is None else scheme.bits
-        self._weight = self._scales = weight
-        if scheme is not None:
-            integers, scales = quantize(weight, scheme)
-            self._weight = pack_nibbles(integers, scheme.group) if scheme.bits == 4 else integers.contiguous()
-            self._scales = scales.contiguous()
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, scheme: WeightScheme | None = None) -> TritonLinear:
+        """Over weight [N, K]; with a scheme it is rounded here. Raises ValueError for a scheme without a kernel."""
+        checks.check_linear(weight, bias)
+        return cls(pack_whole(weight) if scheme is None else pack_rounded(weight, scheme), weight.shape[1], bias)
+
+    @classmethod
+    def of_integers(cls, weight: IntegerWeight, bias: Tensor | None) -> TritonLinear | None:
+        """Over exactly these weights; None where `pack_integers` cannot take them."""
+        checks.check_linear(weight.integers, bias)
+        packed = pack_integers(weight)
+        return None if packed is None else cls(packed, weight.integers.shape[1], bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N] in x's dtype."""
@@ -227,27 +148,33 @@ class TritonLinear:
         partial = (
             torch.empty(chunks, num_rows, self.out_features, dtype=torch.float32, device=x.device) if split else out
         )
-        bias = out if self._bias is None else self._bias
+        packed = self._packed
+        # Pointers that are not read point to the weights.
+        bias = packed.weight if self._bias is None else self._bias
+        scales = packed.weight if packed.scales is None else packed.scales
+        offsets = packed.weight if packed.offsets is None else packed.offsets
         grid = (triton.cdiv(num_rows, block_m), triton.cdiv(self.out_features, BLOCK_N), chunks if split else 1)
         _linear_kernel[grid](
             x,
-            self._weight,
-            self._scales,
+            packed.weight,
+            scales,
+            offsets,
             bias,
             out,
             partial,
             num_rows,
             x.stride(0),
             out.stride(0),
-            self._weight.stride(0),
-            self._scales.stride(0),
+            packed.weight.stride(0),
+            scales.stride(0),
             N=self.out_features,
             K=self.in_features,
             BLOCK_M=block_m,
             BLOCK_N=BLOCK_N,
             CHUNK=CHUNK,
-            STEP=self._step,
-            BITS=self._bits,
+            STEP=packed.step,
+            BITS=packed.bits,
+            HAS_OFFSETS=packed.offsets is not None,
             HAS_BIAS=self._bias is not None,
             SPLIT=split,
             INTERPRETED=INTERPRETED,

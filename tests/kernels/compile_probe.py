@@ -16,7 +16,7 @@ from triton.compiler import compile as compile_triton
 from triton.runtime.jit import JITFunction
 
 from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, HeadNorms
-from kernels.linear.schemes import INT4, INT8
+from kernels.linear.schemes import INT4, INT8, IntegerWeight
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import sampling_tensors
 
@@ -24,6 +24,7 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",
@@ -69,8 +70,15 @@ def _launch_everything(backend: TritonBackend) -> None:
     backend.rotary(heads, kv_heads, positions, torch.zeros(4, 2, 32))
     backend.add_rms_norm(heads[0], heads[1], torch.zeros(64, dtype=dtype), 1e-6)
     backend.act_mul(torch.zeros(3, 64, dtype=dtype), "gelu")
-    for scheme in (None, INT8, INT4):
-        layer = backend.pack_linear(torch.zeros(100, 1100, dtype=dtype), torch.zeros(100, dtype=dtype), scheme)
+    weight, bias = torch.zeros(100, 1100, dtype=dtype), torch.zeros(100, dtype=dtype)
+    layers = [backend.pack_linear(weight, bias, scheme) for scheme in (None, INT8, INT4)]
+    integers = torch.arange(1100).remainder(16).to(torch.int8).expand(100, -1)
+    for group in (128, 32, 16):  # four bits with offsets, the least tile of four bits and of eight
+        brought = IntegerWeight(integers, torch.zeros(100, -(-1100 // group), dtype=torch.float16), group)
+        packed = backend.pack_integers(brought, bias, dtype)
+        assert packed is not None
+        layers.append(packed)
+    for layer in layers:
         for rows in (3, 200):
             layer(torch.zeros(rows, 1100, dtype=dtype))
     backend.sample(torch.zeros(2, 9000), sampling_tensors(cpu, 2))
