@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata, AttentionParams
-from kernels.linear.schemes import INT4, INT8
+from kernels.linear.schemes import FLOAT8, INT4, INT8
 from kernels.linear.triton import TritonLinear
 from kernels.triton_backend import TritonBackend
 
@@ -104,4 +104,5 @@ def linear_calls(rows: int, outputs: int, columns: int, device: torch.device, *,
         "novainfer": [ours(weight) for weight in weights],
         "novainfer int8": [ours(weight, INT8) for weight in weights],
         "novainfer int4": [ours(weight, INT4) for weight in weights],
+        "novainfer fp8": [ours(weight, FLOAT8) for weight in weights],
     }

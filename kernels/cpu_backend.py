@@ -174,12 +174,13 @@ class CpuBackend:
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None
     ) -> PackedLinear | QuantizedLinear | TorchLinear | DequantizedLinear:
-        """Packs the weight; the originals may be released."""
+        """Packs the weight; the originals may be released. There are no fp8 weights."""
+        if scheme is not None and scheme.is_float:
+            raise ValueError(f"kernel backend 'cpu' has no {scheme.name} weights")
         if self._library is None or weight.dtype not in DTYPES:
             if scheme is None:
                 return TorchLinear(weight, bias)
-            rows_group = scheme.group if scheme.rounds_rows else None
-            return DequantizedLinear(TorchLinear, dequantize(*quantize(weight, scheme), scheme), bias, rows_group)
+            return DequantizedLinear(TorchLinear, dequantize(*quantize(weight, scheme), scheme), bias, scheme)
         if scheme is None:
             return PackedLinear(self._library, weight, bias)
         return QuantizedLinear.quantizing(self._library, weight, bias, scheme)

@@ -22,13 +22,18 @@ _SHORTEST_NIBBLES = 2 * _SHORTEST_STEP  # of four bits: each half is a tile
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [N, K]: numbers as they are, or integers times a scale for each output and step of columns."""
+    """A weight [N, K]: numbers as they are, or integers times a scale for each output and step of columns; or fp8."""
 
     weight: Tensor  # [N, K], or [N, ceil(K / step) * step / 2] bytes: see `pack_nibbles`
-    bits: int  # of a number: 4 or 8 are integers
+    bits: int  # of a number: 4 or 8 are integers, unless they are e4m3 numbers
     step: int  # columns that the kernel multiplies at a time: a power of two
-    scales: Tensor | None = None  # [N, ceil(K / step)] bf16 or fp16
-    offsets: Tensor | None = None  # the same shape, int8: added to four bits; None: -8
+    scales: Tensor | None = None  # [N, ceil(K / step)] bf16 or fp16; of e4m3 numbers [N, 1] float32
+    offsets: Tensor | None = None  # shaped as the integers' scales, int8: added to four bits; None: -8
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether weights are e4m3 numbers: rows have to be, too."""
+        return self.weight.dtype is torch.float8_e4m3fn
 
 
 def pack_whole(weight: Tensor) -> PackedWeight:
@@ -38,6 +43,9 @@ def pack_whole(weight: Tensor) -> PackedWeight:
 
 def pack_rounded(weight: Tensor, scheme: WeightScheme) -> PackedWeight:
     """What `scheme` makes of weight [N, K]. Raises ValueError for a scheme without a kernel."""
+    if scheme.is_float:
+        numbers, scales = quantize(weight, scheme)
+        return PackedWeight(numbers, scheme.bits, _LONGEST_STEP, scales.unsqueeze(1))
     if scheme.rounds_rows or CHUNK % scheme.group:
         raise ValueError(f"kernel backend 'triton' has no {scheme.name} weights")
     integers, scales = quantize(weight, scheme)

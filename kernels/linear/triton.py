@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Linear layers in Triton whose sums do not depend on the number of rows; weights as they are, or small integers.
+"""Linear layers in Triton whose sums do not depend on the number of rows; weights as they are, small integers or fp8.
 
 K is cut into chunks at fixed places. A chunk is summed in the order of K by one accumulator of the tensor cores, the
 chunks' sums are added in order. Few rows are too little work for a GPU: then each chunk is a program of its own and a
@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels import checks
 from kernels.linear.packing import CHUNK, PackedWeight, pack_integers, pack_rounded, pack_whole
 from kernels.linear.schemes import IntegerWeight, WeightScheme
+from kernels.linear.triton_float8 import round_rows
 from kernels.linear.triton_sums import chunk_sum
 from kernels.triton_launch import INTERPRETED
 
@@ -29,10 +30,29 @@ _MANY_ROWS = 128
 
 
 @triton.jit
+def _finished(
+    total,  # float32
+    row_scale,  # of the rows, where FLOAT8
+    scale_at,  # pointers to the outputs' scales
+    bias_at,  # pointers to the outputs' bias, where HAS_BIAS
+    output_mask,
+    FLOAT8: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """What becomes of a sum over all columns."""
+    if FLOAT8:
+        total = total * row_scale * tl.load(scale_at, mask=output_mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_at, mask=output_mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def _linear_kernel(
     x,  # [num_rows, K]
+    row_scales,  # [num_rows] float32 where FLOAT8
     weight,  # as in `packing.PackedWeight`
-    scales,  # [N, groups] where weights are integers
+    scales,  # [N, groups] where weights are integers, [N, 1] where FLOAT8
     offsets,  # [N, groups] where HAS_OFFSETS
     bias,  # [N] where HAS_BIAS
     out,  # [num_rows, N]
@@ -50,6 +70,7 @@ def _linear_kernel(
     STEP: tl.constexpr,
     BITS: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
+    FLOAT8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -65,7 +86,7 @@ def _linear_kernel(
         chunk = tl.program_id(2)
         acc = chunk_sum(
             x_row, weight_row, scale_row, offset_row, row_mask, output_mask, chunk * CHUNK, K,
-            BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, INTERPRETED,
+            BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, FLOAT8, INTERPRETED,
         )  # fmt: skip
         at = partial + (chunk.to(tl.int64) * num_rows + rows) * N + outputs
         tl.store(at, acc, mask=row_mask & output_mask)
@@ -74,16 +95,18 @@ def _linear_kernel(
         for first in range(0, K, CHUNK):
             total += chunk_sum(
                 x_row, weight_row, scale_row, offset_row, row_mask, output_mask, first, K,
-                BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, INTERPRETED,
+                BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, FLOAT8, INTERPRETED,
             )  # fmt: skip
-        if HAS_BIAS:
-            total += tl.load(bias + outputs, mask=output_mask, other=0.0).to(tl.float32)
+        row_scale = tl.load(row_scales + rows, mask=row_mask, other=0.0) if FLOAT8 else 1.0
+        total = _finished(total, row_scale, scale_row, bias + outputs, output_mask, FLOAT8, HAS_BIAS)
         tl.store(out + rows * out_stride + outputs, total.to(out.dtype.element_ty), mask=row_mask & output_mask)
 
 
 @triton.jit
 def _add_chunks_kernel(
     partial,  # [chunks, num_rows, N] float32
+    row_scales,  # [num_rows] float32 where FLOAT8
+    scales,  # [N] where FLOAT8
     bias,  # [N] where HAS_BIAS
     out,  # [num_rows, N]
     num_rows,
@@ -91,6 +114,7 @@ def _add_chunks_kernel(
     N: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FLOAT8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -99,8 +123,8 @@ def _add_chunks_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for chunk in range(CHUNKS):
         total += tl.load(partial + (chunk * num_rows + row) * N + outputs, mask=mask, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)
+    row_scale = tl.load(row_scales + row) if FLOAT8 else 1.0
+    total = _finished(total, row_scale, scales + outputs, bias + outputs, mask, FLOAT8, HAS_BIAS)
     tl.store(out + row * out_stride + outputs, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -113,6 +137,7 @@ class TritonLinear:
         self.out_features, self.in_features = len(packed.weight), columns
         self._packed = packed
         self._bias = bias
+        self._bias_pointer = packed.weight if bias is None else bias
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, scheme: WeightScheme | None = None) -> TritonLinear:
@@ -142,24 +167,26 @@ class TritonLinear:
         return self(x).float()
 
     def _launch(self, x: Tensor, out: Tensor) -> None:
-        num_rows, chunks = len(x), triton.cdiv(self.in_features, CHUNK)
+        packed, num_rows, chunks = self._packed, len(x), triton.cdiv(self.in_features, CHUNK)
+        # Pointers that are not read point to the weights.
+        row_scales = packed.weight
+        if packed.is_float8:
+            x, row_scales = round_rows(x)
         split = num_rows <= _FEW_ROWS and chunks > 1
         block_m = _FEW_ROWS if num_rows <= _FEW_ROWS else _MANY_ROWS
         partial = (
             torch.empty(chunks, num_rows, self.out_features, dtype=torch.float32, device=x.device) if split else out
         )
-        packed = self._packed
-        # Pointers that are not read point to the weights.
-        bias = packed.weight if self._bias is None else self._bias
         scales = packed.weight if packed.scales is None else packed.scales
         offsets = packed.weight if packed.offsets is None else packed.offsets
         grid = (triton.cdiv(num_rows, block_m), triton.cdiv(self.out_features, BLOCK_N), chunks if split else 1)
         _linear_kernel[grid](
             x,
+            row_scales,
             packed.weight,
             scales,
             offsets,
-            bias,
+            self._bias_pointer,
             out,
             partial,
             num_rows,
@@ -175,6 +202,7 @@ class TritonLinear:
             STEP=packed.step,
             BITS=packed.bits,
             HAS_OFFSETS=packed.offsets is not None,
+            FLOAT8=packed.is_float8,
             HAS_BIAS=self._bias is not None,
             SPLIT=split,
             INTERPRETED=INTERPRETED,
@@ -183,19 +211,23 @@ class TritonLinear:
             enable_fp_fusion=False,
         )
         if split:
-            self._add_chunks(partial, bias, out, chunks)
+            self._add_chunks(partial, row_scales, out)
 
-    def _add_chunks(self, partial: Tensor, bias: Tensor, out: Tensor, chunks: int) -> None:
+    def _add_chunks(self, partial: Tensor, row_scales: Tensor, out: Tensor) -> None:
         block = 1024
+        scales = self._packed.weight if self._packed.scales is None else self._packed.scales
         _add_chunks_kernel[(len(out), triton.cdiv(self.out_features, block))](
             partial,
-            bias,
+            row_scales,
+            scales,
+            self._bias_pointer,
             out,
             len(out),
             out.stride(0),
             N=self.out_features,
-            CHUNKS=chunks,
+            CHUNKS=len(partial),
             BLOCK=block,
+            FLOAT8=self._packed.is_float8,
             HAS_BIAS=self._bias is not None,
             num_warps=4,
             enable_fp_fusion=False,

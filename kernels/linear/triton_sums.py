@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.linear.triton_float8 import float8_value
+
 
 @triton.jit
 def _rows_tile(
@@ -33,16 +35,28 @@ def _add_product(
     COLUMNS: tl.constexpr,
     BITS: tl.constexpr,
     HIGH: tl.constexpr,  # of 4 bits: the upper ones
+    FLOAT8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """acc + x @ weight.T of these columns."""
     columns = tl.arange(0, COLUMNS)[:, None]
-    weight = tl.load(weight_row + (stored + columns), mask=output_mask & (first + columns < end), other=0)
-    if BITS == 4:
-        weight = ((weight.to(tl.int32) >> 4) if HIGH else (weight.to(tl.int32) & 15)) + offset
-    if INTERPRETED:  # the interpreter multiplies the raw bits of bf16 operands
-        return tl.dot(x.to(tl.float32), weight.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
+    at, mask = weight_row + (stored + columns), output_mask & (first + columns < end)
+    if FLOAT8:
+        weight = tl.load(at, mask=mask, other=0.0)
+        if INTERPRETED:
+            acc = tl.dot(float8_value(x), float8_value(weight), acc, input_precision="ieee")
+        else:
+            # Hopper adds up with few bits inside an instruction: after these columns their sum goes to a float32.
+            acc = tl.dot(x, weight, acc, max_num_imprecise_acc=COLUMNS)
+    else:
+        weight = tl.load(at, mask=mask, other=0)
+        if BITS == 4:
+            weight = ((weight.to(tl.int32) >> 4) if HIGH else (weight.to(tl.int32) & 15)) + offset
+        if INTERPRETED:  # the interpreter multiplies the raw bits of bf16 operands
+            acc = tl.dot(x.to(tl.float32), weight.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -59,26 +73,36 @@ def _add_step(
     STEP: tl.constexpr,
     BITS: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
+    FLOAT8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """acc + the products of STEP columns: those with integers by an accumulator of their own, which is then scaled."""
-    if BITS > 8:
-        return _add_product(low, weight_row, output_mask, start, start, end, 0, acc, STEP, BITS, False, INTERPRETED)
-    part = tl.zeros(acc.shape, tl.float32)
-    if BITS == 4:
-        HALF: tl.constexpr = STEP // 2
-        offset = -8
-        if HAS_OFFSETS:
-            offset = tl.load(offset_row + start // STEP, mask=output_mask, other=0).to(tl.int32)
-        stored = start // 2
-        part = _add_product(low, weight_row, output_mask, start, stored, end, offset, part, HALF, 4, False, INTERPRETED)
-        part = _add_product(
-            high, weight_row, output_mask, start + HALF, stored, end, offset, part, HALF, 4, True, INTERPRETED
+    if BITS > 8 or FLOAT8:
+        acc = _add_product(
+            low, weight_row, output_mask, start, start, end, 0, acc, STEP, BITS, False, FLOAT8, INTERPRETED
         )
     else:
-        part = _add_product(low, weight_row, output_mask, start, start, end, 0, part, STEP, 8, False, INTERPRETED)
-    scale = tl.load(scale_row + start // STEP, mask=output_mask, other=0.0).to(tl.float32)
-    return tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
+        part = tl.zeros(acc.shape, tl.float32)
+        if BITS == 4:
+            HALF: tl.constexpr = STEP // 2
+            offset = -8
+            if HAS_OFFSETS:
+                offset = tl.load(offset_row + start // STEP, mask=output_mask, other=0).to(tl.int32)
+            stored = start // 2
+            part = _add_product(
+                low, weight_row, output_mask, start, stored, end, offset, part, HALF, 4, False, False, INTERPRETED
+            )
+            part = _add_product(
+                high, weight_row, output_mask, start + HALF, stored, end, offset, part, HALF, 4, True, False,
+                INTERPRETED,
+            )  # fmt: skip
+        else:
+            part = _add_product(
+                low, weight_row, output_mask, start, start, end, 0, part, STEP, 8, False, False, INTERPRETED
+            )
+        scale = tl.load(scale_row + start // STEP, mask=output_mask, other=0.0).to(tl.float32)
+        acc = tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
+    return acc
 
 
 @triton.jit
@@ -95,8 +119,9 @@ def chunk_sum(
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,  # columns at a time; a group, where weights are integers
-    BITS: tl.constexpr,  # of a weight; integers have 4 or 8
+    BITS: tl.constexpr,  # of a weight; integers have 4 or 8, and so have e4m3 numbers where FLOAT8
     HAS_OFFSETS: tl.constexpr,
+    FLOAT8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """The sum over one chunk's columns [first, end), float32 [BLOCK_M, BLOCK_N]."""
@@ -109,6 +134,6 @@ def chunk_sum(
             high = _rows_tile(x_row, row_mask, start + COLUMNS, end, COLUMNS)
         acc = _add_step(
             low, high, weight_row, scale_row, offset_row, output_mask, start, end, acc,
-            STEP, BITS, HAS_OFFSETS, INTERPRETED,
+            STEP, BITS, HAS_OFFSETS, FLOAT8, INTERPRETED,
         )  # fmt: skip
     return acc

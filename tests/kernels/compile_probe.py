@@ -16,7 +16,7 @@ from triton.compiler import compile as compile_triton
 from triton.runtime.jit import JITFunction
 
 from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, HeadNorms
-from kernels.linear.schemes import INT4, INT8, IntegerWeight
+from kernels.linear.schemes import FLOAT8, INT4, INT8, IntegerWeight
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import sampling_tensors
 
@@ -29,6 +29,7 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 _instructions: dict[str, set[str]] = {}
 
@@ -49,7 +50,7 @@ def _compile(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, *
     source = ASTSource(kernel, signature, constants)
     ptx = compile_triton(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     found = _instructions.setdefault(kernel.__name__, set())
-    found.update(re.findall(r"wgmma\.mma_async|mma\.sync\.aligned\.m16n8k16", ptx))
+    found.update(re.findall(r"wgmma\.mma_async\S*|mma\.sync\.aligned\.m16n8k16", ptx))
 
 
 def _launch_everything(backend: TritonBackend) -> None:
@@ -71,7 +72,7 @@ def _launch_everything(backend: TritonBackend) -> None:
     backend.add_rms_norm(heads[0], heads[1], torch.zeros(64, dtype=dtype), 1e-6)
     backend.act_mul(torch.zeros(3, 64, dtype=dtype), "gelu")
     weight, bias = torch.zeros(100, 1100, dtype=dtype), torch.zeros(100, dtype=dtype)
-    layers = [backend.pack_linear(weight, bias, scheme) for scheme in (None, INT8, INT4)]
+    layers = [backend.pack_linear(weight, bias, scheme) for scheme in (None, INT8, INT4, FLOAT8)]
     integers = torch.arange(1100).remainder(16).to(torch.int8).expand(100, -1)
     for group in (128, 32, 16):  # four bits with offsets, the least tile of four bits and of eight
         brought = IntegerWeight(integers, torch.zeros(100, -(-1100 // group), dtype=torch.float16), group)
