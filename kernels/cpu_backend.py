@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.act_mul import cpu as act_mul_cpu
 from kernels.act_mul import reference as act_mul_reference
 from kernels.attention_input.reference import attention_input
-from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, IntArray, SamplingTensors
+from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, IntArray, Linear, SamplingTensors
 from kernels.kv_store import cpu as kv_cpu
 from kernels.kv_store import reference as kv_reference
 from kernels.linear.cpu import PackedLinear
@@ -170,6 +170,10 @@ class CpuBackend:
         if self._library is None or gate_up.dtype not in DTYPES:
             return act_mul_reference.act_mul(gate_up, activation)
         return act_mul_cpu.act_mul(self._library, gate_up, activation)
+
+    def gate_up(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        """One after the other."""
+        return self.act_mul(linear(x), activation)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None

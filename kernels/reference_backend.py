@@ -124,6 +124,10 @@ class ReferenceBackend:
         """act(gate) * up."""
         return act_mul(gate_up, activation)
 
+    def gate_up(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        """One after the other."""
+        return self.act_mul(linear(x), activation)
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """Keeps the weight as it is, or what quantising makes of it in fp32."""
         if scheme is not None:

@@ -189,6 +189,12 @@ class TritonBackend:
         checks.check_act_mul(gate_up, activation)
         return act_mul(gate_up, activation)
 
+    def gate_up(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        """Together where the layer is ours."""
+        if isinstance(linear, TritonLinear):
+            return linear.gate_up(x, activation)
+        return self.act_mul(linear(x), activation)
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """The vendor's library where it may choose its order, else ours; so for quantised weights, which it has not."""
         if scheme is None and not self._exact:

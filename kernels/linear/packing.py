@@ -35,6 +35,11 @@ class PackedWeight:
         """Whether weights are e4m3 numbers: rows have to be, too."""
         return self.weight.dtype is torch.float8_e4m3fn
 
+    @property
+    def has_integers(self) -> bool:
+        """Whether weights are integers times scales."""
+        return self.bits <= 8 and not self.is_float8
+
 
 def pack_whole(weight: Tensor) -> PackedWeight:
     """weight [N, K] in a floating point type, as it is."""

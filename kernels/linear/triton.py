@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import checks
+from kernels.act_mul.triton import act_mul, gated
+from kernels.backend import ACTIVATIONS
 from kernels.linear.packing import CHUNK, PackedWeight, pack_integers, pack_rounded, pack_whole
 from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.linear.triton_float8 import round_rows
@@ -27,6 +29,7 @@ from kernels.triton_launch import INTERPRETED
 BLOCK_N = 64  # outputs of a program: a constant, since the bits may depend on it
 _FEW_ROWS = 64
 _MANY_ROWS = 128
+_NO_ACTIVATION = -1
 
 
 @triton.jit
@@ -48,6 +51,18 @@ def _finished(
 
 
 @triton.jit
+def _rounded_and_gated(
+    gate,  # float32
+    up,  # float32
+    out,  # a pointer to numbers of the type that both are rounded to first, as they would be in memory
+    ACTIVATION: tl.constexpr,
+):
+    """act(gate) * up."""
+    gate, up = gate.to(out.dtype.element_ty).to(tl.float32), up.to(out.dtype.element_ty).to(tl.float32)
+    return gated(gate, up, ACTIVATION)
+
+
+@triton.jit
 def _linear_kernel(
     x,  # [num_rows, K]
     row_scales,  # [num_rows] float32 where FLOAT8
@@ -55,7 +70,7 @@ def _linear_kernel(
     scales,  # [N, groups] where weights are integers, [N, 1] where FLOAT8
     offsets,  # [N, groups] where HAS_OFFSETS
     bias,  # [N] where HAS_BIAS
-    out,  # [num_rows, N]
+    out,  # [num_rows, N], or half of it where an activation is taken
     partial,  # [chunks, num_rows, N] float32 where SPLIT
     num_rows,
     x_stride,
@@ -72,34 +87,62 @@ def _linear_kernel(
     HAS_OFFSETS: tl.constexpr,
     FLOAT8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # see `gated`: of the outputs' first half, times the second; -1: none. Not where SPLIT
     SPLIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    GATED: tl.constexpr = ACTIVATION >= 0
+    WIDTH: tl.constexpr = N // 2 if GATED else N
     # Neighbours share the weights' tile: rows count up first.
     tile_m, tile_n = tl.program_id(0), tl.program_id(1)
     rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     outputs = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    row_mask, output_mask = rows < num_rows, outputs < N
+    row_mask, output_mask = rows < num_rows, outputs < WIDTH
     x_row, weight_row = x + rows * x_stride, weight + outputs * weight_stride
     scale_row, offset_row = scales + outputs * scale_stride, offsets + outputs * scale_stride
+    up_weight, up_scale = WIDTH * weight_stride, WIDTH * scale_stride
     if SPLIT:
         chunk = tl.program_id(2)
-        acc = chunk_sum(
-            x_row, weight_row, scale_row, offset_row, row_mask, output_mask, chunk * CHUNK, K,
-            BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, FLOAT8, INTERPRETED,
+        acc, _ = chunk_sum(
+            x_row, weight_row, scale_row, offset_row, row_mask, output_mask, chunk * CHUNK, K, up_weight, up_scale,
+            BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, FLOAT8, GATED, INTERPRETED,
         )  # fmt: skip
         at = partial + (chunk.to(tl.int64) * num_rows + rows) * N + outputs
         tl.store(at, acc, mask=row_mask & output_mask)
     else:
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        total, up_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for first in range(0, K, CHUNK):
-            total += chunk_sum(
-                x_row, weight_row, scale_row, offset_row, row_mask, output_mask, first, K,
-                BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, FLOAT8, INTERPRETED,
+            acc, up = chunk_sum(
+                x_row, weight_row, scale_row, offset_row, row_mask, output_mask, first, K, up_weight, up_scale,
+                BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, FLOAT8, GATED, INTERPRETED,
             )  # fmt: skip
+            total += acc
+            up_total += up
         row_scale = tl.load(row_scales + rows, mask=row_mask, other=0.0) if FLOAT8 else 1.0
         total = _finished(total, row_scale, scale_row, bias + outputs, output_mask, FLOAT8, HAS_BIAS)
+        if GATED:
+            up_bias = bias + outputs + WIDTH
+            up_total = _finished(up_total, row_scale, scale_row + up_scale, up_bias, output_mask, FLOAT8, HAS_BIAS)
+            total = _rounded_and_gated(total, up_total, out, ACTIVATION)
         tl.store(out + rows * out_stride + outputs, total.to(out.dtype.element_ty), mask=row_mask & output_mask)
+
+
+@triton.jit
+def _chunks_total(
+    partial,  # [chunks, num_rows, N] float32
+    num_rows,
+    row,
+    outputs,  # [BLOCK]
+    mask,
+    N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of all chunks in order, float32 [BLOCK]."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for chunk in range(CHUNKS):
+        total += tl.load(partial + (chunk * num_rows + row) * N + outputs, mask=mask, other=0.0)
+    return total
 
 
 @triton.jit
@@ -108,7 +151,7 @@ def _add_chunks_kernel(
     row_scales,  # [num_rows] float32 where FLOAT8
     scales,  # [N] where FLOAT8
     bias,  # [N] where HAS_BIAS
-    out,  # [num_rows, N]
+    out,  # [num_rows, N], or half of it where an activation is taken
     num_rows,
     out_stride,
     N: tl.constexpr,
@@ -116,15 +159,19 @@ def _add_chunks_kernel(
     BLOCK: tl.constexpr,
     FLOAT8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
+    WIDTH: tl.constexpr = N // 2 if ACTIVATION >= 0 else N
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = outputs < N
-    total = tl.zeros([BLOCK], tl.float32)
-    for chunk in range(CHUNKS):
-        total += tl.load(partial + (chunk * num_rows + row) * N + outputs, mask=mask, other=0.0)
+    mask = outputs < WIDTH
     row_scale = tl.load(row_scales + row) if FLOAT8 else 1.0
+    total = _chunks_total(partial, num_rows, row, outputs, mask, N, CHUNKS, BLOCK)
     total = _finished(total, row_scale, scales + outputs, bias + outputs, mask, FLOAT8, HAS_BIAS)
+    if ACTIVATION >= 0:
+        up = _chunks_total(partial, num_rows, row, outputs + WIDTH, mask, N, CHUNKS, BLOCK)
+        up = _finished(up, row_scale, scales + outputs + WIDTH, bias + outputs + WIDTH, mask, FLOAT8, HAS_BIAS)
+        total = _rounded_and_gated(total, up, out, ACTIVATION)
     tl.store(out + row * out_stride + outputs, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -154,19 +201,34 @@ class TritonLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N] in x's dtype."""
-        checks.check_shape("x", x, [None, self.in_features])
-        checks.check_dtype("x", x, *checks.ACTIVATION_DTYPES)
-        checks.check_last_dim_contiguous("x", x)
-        out = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
-        if len(x):
-            self._launch(x, out)
-        return out
+        return self._run(x, _NO_ACTIVATION)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The same numbers in float32."""
         return self(x).float()
 
-    def _launch(self, x: Tensor, out: Tensor) -> None:
+    def gate_up(self, x: Tensor, activation: str) -> Tensor:
+        """x [M, K] -> act(first half of the outputs) * second half, [M, N / 2]: the bits of `act_mul(self(x))`.
+
+        Raises ValueError for an odd N, or an activation that is none of `kernels.backend.ACTIVATIONS`.
+        """
+        if self.out_features % 2 or activation not in ACTIVATIONS:
+            raise ValueError(f"no activation '{activation}' of the first half of {self.out_features} outputs")
+        if len(x) > _FEW_ROWS and self._packed.has_integers:  # two tiles and their groups' sums overflow the registers
+            return act_mul(self(x), activation)
+        return self._run(x, ACTIVATIONS.index(activation))
+
+    def _run(self, x: Tensor, activation: int) -> Tensor:
+        checks.check_shape("x", x, [None, self.in_features])
+        checks.check_dtype("x", x, *checks.ACTIVATION_DTYPES)
+        checks.check_last_dim_contiguous("x", x)
+        width = self.out_features if activation == _NO_ACTIVATION else self.out_features // 2
+        out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+        if len(x):
+            self._launch(x, out, activation)
+        return out
+
+    def _launch(self, x: Tensor, out: Tensor, activation: int) -> None:
         packed, num_rows, chunks = self._packed, len(x), triton.cdiv(self.in_features, CHUNK)
         # Pointers that are not read point to the weights.
         row_scales = packed.weight
@@ -179,7 +241,8 @@ class TritonLinear:
         )
         scales = packed.weight if packed.scales is None else packed.scales
         offsets = packed.weight if packed.offsets is None else packed.offsets
-        grid = (triton.cdiv(num_rows, block_m), triton.cdiv(self.out_features, BLOCK_N), chunks if split else 1)
+        width = self.out_features if split else out.shape[1]
+        grid = (triton.cdiv(num_rows, block_m), triton.cdiv(width, BLOCK_N), chunks if split else 1)
         _linear_kernel[grid](
             x,
             row_scales,
@@ -204,6 +267,7 @@ class TritonLinear:
             HAS_OFFSETS=packed.offsets is not None,
             FLOAT8=packed.is_float8,
             HAS_BIAS=self._bias is not None,
+            ACTIVATION=_NO_ACTIVATION if split else activation,
             SPLIT=split,
             INTERPRETED=INTERPRETED,
             num_warps=block_m // 16,
@@ -211,12 +275,12 @@ class TritonLinear:
             enable_fp_fusion=False,
         )
         if split:
-            self._add_chunks(partial, row_scales, out)
+            self._add_chunks(partial, row_scales, out, activation)
 
-    def _add_chunks(self, partial: Tensor, row_scales: Tensor, out: Tensor) -> None:
+    def _add_chunks(self, partial: Tensor, row_scales: Tensor, out: Tensor, activation: int) -> None:
         block = 1024
         scales = self._packed.weight if self._packed.scales is None else self._packed.scales
-        _add_chunks_kernel[(len(out), triton.cdiv(self.out_features, block))](
+        _add_chunks_kernel[(len(out), triton.cdiv(out.shape[1], block))](
             partial,
             row_scales,
             scales,
@@ -229,6 +293,7 @@ class TritonLinear:
             BLOCK=block,
             FLOAT8=self._packed.is_float8,
             HAS_BIAS=self._bias is not None,
+            ACTIVATION=activation,
             num_warps=4,
             enable_fp_fusion=False,
         )

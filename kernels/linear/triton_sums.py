@@ -115,6 +115,8 @@ def chunk_sum(
     output_mask,
     first,
     end,
+    up_weight,  # where GATED: how far behind an output's weights those of its other half are
+    up_scale,  # and behind its scales
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -122,11 +124,12 @@ def chunk_sum(
     BITS: tl.constexpr,  # of a weight; integers have 4 or 8, and so have e4m3 numbers where FLOAT8
     HAS_OFFSETS: tl.constexpr,
     FLOAT8: tl.constexpr,
+    GATED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The sum over one chunk's columns [first, end), float32 [BLOCK_M, BLOCK_N]."""
+    """The sum over one chunk's columns [first, end), float32 [BLOCK_M, BLOCK_N]; and that of the other half."""
     COLUMNS: tl.constexpr = STEP // 2 if BITS == 4 else STEP
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc, up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(first, tl.minimum(first + CHUNK, end), STEP):
         low = _rows_tile(x_row, row_mask, start, end, COLUMNS)
         high = low
@@ -136,4 +139,9 @@ def chunk_sum(
             low, high, weight_row, scale_row, offset_row, output_mask, start, end, acc,
             STEP, BITS, HAS_OFFSETS, FLOAT8, INTERPRETED,
         )  # fmt: skip
-    return acc
+        if GATED:
+            up = _add_step(
+                low, high, weight_row + up_weight, scale_row + up_scale, offset_row + up_scale, output_mask, start,
+                end, up, STEP, BITS, HAS_OFFSETS, FLOAT8, INTERPRETED,
+            )  # fmt: skip
+    return acc, up

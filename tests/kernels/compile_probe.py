@@ -38,16 +38,17 @@ def _compile(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, *
     """Takes the place of a launch: compiles with the argument types and constants of this call."""
     options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords}
     values = dict(zip((param.name for param in kernel.params), args, strict=False)) | keywords
-    signature, constants = {}, {}
+    signature, constants, attributes = {}, {}, {}
     for position, param in enumerate(kernel.params):
         value = values[param.name]
-        if param.is_constexpr:
+        is_tensor = isinstance(value, torch.Tensor)
+        if param.is_constexpr or (isinstance(value, int) and value == 1):  # a launch makes a constant of 1
             signature[param.name], constants[(position,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = _POINTERS[value.dtype]
-        else:
-            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(kernel, signature, constants)
+            continue
+        signature[param.name] = _POINTERS[value.dtype] if is_tensor else "fp32" if isinstance(value, float) else "i32"
+        if is_tensor or (isinstance(value, int) and value % 16 == 0):  # and passes on what aligns loads
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
     ptx = compile_triton(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     found = _instructions.setdefault(kernel.__name__, set())
     found.update(re.findall(r"wgmma\.mma_async\S*|mma\.sync\.aligned\.m16n8k16", ptx))
@@ -71,17 +72,18 @@ def _launch_everything(backend: TritonBackend) -> None:
     backend.rotary(heads, kv_heads, positions, torch.zeros(4, 2, 32))
     backend.add_rms_norm(heads[0], heads[1], torch.zeros(64, dtype=dtype), 1e-6)
     backend.act_mul(torch.zeros(3, 64, dtype=dtype), "gelu")
-    weight, bias = torch.zeros(100, 1100, dtype=dtype), torch.zeros(100, dtype=dtype)
+    weight, bias = torch.zeros(100, 1104, dtype=dtype), torch.zeros(100, dtype=dtype)
     layers = [backend.pack_linear(weight, bias, scheme) for scheme in (None, INT8, INT4, FLOAT8)]
-    integers = torch.arange(1100).remainder(16).to(torch.int8).expand(100, -1)
+    integers = torch.arange(1104).remainder(16).to(torch.int8).expand(100, -1)
     for group in (128, 32, 16):  # four bits with offsets, the least tile of four bits and of eight
-        brought = IntegerWeight(integers, torch.zeros(100, -(-1100 // group), dtype=torch.float16), group)
+        brought = IntegerWeight(integers, torch.zeros(100, -(-1104 // group), dtype=torch.float16), group)
         packed = backend.pack_integers(brought, bias, dtype)
         assert packed is not None
         layers.append(packed)
     for layer in layers:
-        for rows in (3, 200):
-            layer(torch.zeros(rows, 1100, dtype=dtype))
+        for rows in (1, 200):
+            layer(torch.zeros(rows, 1104, dtype=dtype))
+            backend.gate_up(layer, torch.zeros(rows, 1104, dtype=dtype), "silu")
     backend.sample(torch.zeros(2, 9000), sampling_tensors(cpu, 2))
 
 
