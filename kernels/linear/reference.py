@@ -74,14 +74,13 @@ class DequantizedLinear:
 def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> integers [N, K] int8, scales [N, groups] bf16: the definition of what every backend does.
 
-    For fp8: e4m3 numbers and scales [N] float32.
-    Where two steps are equally good but for rounding, another backend may choose the other one. A scale is NaN where
-    its group holds a number that is not finite.
+    For fp8 e4m3 numbers and scales [N] float32. Where two steps are equally good but for rounding, another backend may
+    choose the other one. A scale is NaN where its group holds a number that is not finite.
     """
-    make = round_to_float8 if scheme.is_float else partial(_quantize, scheme=scheme)
-    parts = [make(rows.float()) for rows in torch.split(weight, _ROWS_AT_ONCE)]
-    integers, scales = zip(*parts, strict=True)
-    return torch.cat(integers), torch.cat(scales)
+    make = _float8_bits if scheme.is_float else partial(_quantize, scheme=scheme)
+    numbers, scales = zip(*(make(rows.float()) for rows in torch.split(weight, _ROWS_AT_ONCE)), strict=True)
+    joined = torch.cat(numbers)
+    return joined.view(torch.float8_e4m3fn) if scheme.is_float else joined, torch.cat(scales)
 
 
 def dequantize(integers: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
@@ -126,6 +125,12 @@ def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     numbers = (finite * inverse).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
     scales = (largest / most).where(usable, 0.0) + (x.float() * 0.0).sum(1, keepdim=True)
     return numbers, scales.squeeze(1)
+
+
+def _float8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`round_to_float8`, the numbers as uint8, which everything in torch knows."""
+    numbers, scales = round_to_float8(x)
+    return numbers.view(torch.uint8), scales
 
 
 def rounded_rows(x: Tensor, scheme: WeightScheme) -> Tensor:

@@ -46,8 +46,7 @@ def _add_product(
         if INTERPRETED:
             acc = tl.dot(float8_value(x), float8_value(weight), acc, input_precision="ieee")
         else:
-            # Hopper adds up with few bits inside an instruction: after these columns their sum goes to a float32.
-            acc = tl.dot(x, weight, acc, max_num_imprecise_acc=COLUMNS)
+            acc = tl.dot(x, weight, acc)
     else:
         weight = tl.load(at, mask=mask, other=0)
         if BITS == 4:
@@ -77,9 +76,16 @@ def _add_step(
     INTERPRETED: tl.constexpr,
 ):
     """acc + the products of STEP columns: those with integers by an accumulator of their own, which is then scaled."""
-    if BITS > 8 or FLOAT8:
+    if BITS > 8:
         acc = _add_product(
-            low, weight_row, output_mask, start, start, end, 0, acc, STEP, BITS, False, FLOAT8, INTERPRETED
+            low, weight_row, output_mask, start, start, end, 0, acc, STEP, BITS, False, False, INTERPRETED
+        )
+    elif FLOAT8:
+        # Hopper's accumulator has fewer bits than a float32 then: it must not go on for more columns than these. Not by
+        # `max_num_imprecise_acc`: there the compiler adds up what an asynchronous product may not have written yet.
+        part = tl.zeros(acc.shape, tl.float32)
+        acc += _add_product(
+            low, weight_row, output_mask, start, start, end, 0, part, STEP, BITS, False, True, INTERPRETED
         )
     else:
         part = tl.zeros(acc.shape, tl.float32)

@@ -50,8 +50,31 @@ def _compile(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, *
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     ptx = compile_triton(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    if early := _reads_too_early(ptx):
+        raise ValueError(f"{kernel.__name__} reads sums that a product may not have written yet: {early[:3]}")
     found = _instructions.setdefault(kernel.__name__, set())
     found.update(re.findall(r"wgmma\.mma_async\S*|mma\.sync\.aligned\.m16n8k16", ptx))
+
+
+def _reads_too_early(ptx: str) -> list[str]:
+    """Instructions that read what a product wrote which nothing has waited for: only further products may."""
+    groups: list[set[str]] = []  # registers of products that have been committed and not waited for
+    current: set[str] = set()
+    early = []
+    for line in ptx.splitlines():
+        code = line.split("//")[0].strip()
+        if code.startswith("wgmma.mma_async"):
+            current.update(re.findall(r"%\w+", code[code.index("{") : code.index("}")]))
+        elif code.startswith("wgmma.commit_group"):
+            groups.append(current)
+            current = set()
+        elif re.match(r"bra|ret", code):  # what follows is reached from elsewhere
+            groups, current = [], set()
+        elif found := re.match(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", code):
+            groups = groups[len(groups) - int(found[1]) :] if int(found[1]) else []
+        elif (current or groups) and current.union(*groups).intersection(re.findall(r"%\w+", code)):
+            early.append(code)
+    return early
 
 
 def _launch_everything(backend: TritonBackend) -> None:
