@@ -123,7 +123,7 @@ def attention(run: Run) -> None:
 
 
 def gemm(run: Run) -> None:
-    """Linear layers of an 8B model: ours (whole, int8, int4) beside the vendor's."""
+    """Linear layers of an 8B model: ours (whole, int8, int4, fp8) beside the vendor's."""
     from bench.gpu_kernels import LAYERS, ROWS, TOY_LAYERS, TOY_ROWS, linear_calls
 
     for layer, (outputs, columns) in (TOY_LAYERS if run.is_toy else LAYERS).items():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata, AttentionParams
-from kernels.linear.schemes import INT4, INT8
+from kernels.linear.schemes import FLOAT8, INT4, INT8
 from kernels.linear.triton import TritonLinear
 from kernels.triton_backend import TritonBackend
 
@@ -97,11 +97,12 @@ def linear_calls(rows: int, outputs: int, columns: int, device: torch.device, *,
     weights = [torch.randn(outputs, columns, device=device).bfloat16() for _ in range(copies)]
 
     def ours(weight: Tensor, scheme: object = None) -> Call:
-        return partial(TritonLinear(weight, None, scheme), x)  # type: ignore[arg-type]
+        return partial(TritonLinear.of(weight, None, scheme), x)  # type: ignore[arg-type]
 
     return {
         "torch": [partial(F.linear, x, weight) for weight in weights],
         "novainfer": [ours(weight) for weight in weights],
         "novainfer int8": [ours(weight, INT8) for weight in weights],
         "novainfer int4": [ours(weight, INT4) for weight in weights],
+        "novainfer fp8": [ours(weight, FLOAT8) for weight in weights],
     }

@@ -23,14 +23,14 @@ from bench.demo_model.corpus import KINDS, held_out
 from bench.demo_model.data import Encoded, encode
 from bench.demo_model.tokenizer import render
 from kernels.cpu_backend import CpuBackend
-from kernels.linear.schemes import SCHEMES
+from kernels.linear.schemes import INTEGER_SCHEMES
 from novainfer import LLM, SamplingParams
 from novainfer.checkpoint import resolve_checkpoint
 
 WAYS = tuple(
     (dtype, *way)
     for dtype in ("float32", "bfloat16")
-    for way in (*((scheme, "auto") for scheme in ("none", *SCHEMES)), ("none", "int8"), ("int8", "int8"))
+    for way in (*((scheme, "auto") for scheme in ("none", *INTEGER_SCHEMES)), ("none", "int8"), ("int8", "int8"))
 )  # type, weights, KV cache
 _ROWS = 64
 
@@ -85,7 +85,7 @@ def layer_errors(folder: Path) -> Iterator[dict[str, Any]]:
             x = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
             exact = x.float() @ weight.float().T
             row: dict[str, Any] = {"layer": name, "shape": list(weight.shape)}
-            for scheme in SCHEMES.values():
+            for scheme in INTEGER_SCHEMES.values():
                 actual = backend.pack_linear(weight, None, scheme)(x, torch.float32)
                 row[scheme.name] = round(float((actual - exact).norm() / exact.norm()), 5)
             yield row

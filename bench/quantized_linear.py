@@ -18,7 +18,7 @@ import torch
 from bench import report, roofline
 from kernels.cpu_backend import CpuBackend
 from kernels.linear.cpu import NativeLinear
-from kernels.linear.schemes import SCHEMES
+from kernels.linear.schemes import INTEGER_SCHEMES
 
 SHAPES = ((1024, 3072), (3072, 1024), (1024, 151936))  # (K, N)
 _COLD_BYTES = 400_000_000  # of all copies of a weight together
@@ -29,7 +29,7 @@ def packed_ways(k: int, n: int) -> dict[str, list[NativeLinear]]:
     """By name, copies of one weight in each form."""
     backend, weight = CpuBackend(), torch.randn(n, k, generator=torch.Generator().manual_seed(0)).bfloat16()
     ways: dict[str, list[NativeLinear]] = {}
-    for name, scheme in {"bfloat16": None, **SCHEMES}.items():
+    for name, scheme in {"bfloat16": None, **INTEGER_SCHEMES}.items():
         first = backend.pack_linear(weight, None, scheme)
         if not isinstance(first, NativeLinear):
             raise SystemExit("there are no native kernels here")

@@ -292,6 +292,10 @@ class KernelBackend(Protocol):
         """gate_up [T, 2 * I], gate first -> act(gate) * up [T, I]; fp32, rounded once; activation in ACTIVATIONS."""
         ...
 
+    def gate_up(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        """`act_mul(linear(x), activation)`, with its bits: x [T, K] -> [T, I], for a layer of 2 * I outputs."""
+        ...
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """weight [N, K], bias [N] or None -> a callable; the caller may release the weight afterwards.
 

@@ -18,6 +18,7 @@ from kernels.backend import (
     AttentionParams,
     DecodeInputs,
     IntArray,
+    Linear,
     PersistentRows,
     SamplingTensors,
 )
@@ -180,15 +181,20 @@ class CpuBackend:
             return act_mul_reference.act_mul(gate_up, activation)
         return act_mul_cpu.act_mul(self._library, gate_up, activation)
 
+    def gate_up(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        """One after the other."""
+        return self.act_mul(linear(x), activation)
+
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None
     ) -> PackedLinear | QuantizedLinear | TorchLinear | DequantizedLinear:
-        """Packs the weight; the originals may be released."""
+        """Packs the weight; the originals may be released. There are no fp8 weights."""
+        if scheme is not None and scheme.is_float:
+            raise ValueError(f"kernel backend 'cpu' has no {scheme.name} weights")
         if self._library is None or weight.dtype not in DTYPES:
             if scheme is None:
                 return TorchLinear(weight, bias)
-            rows_group = scheme.group if scheme.rounds_rows else None
-            return DequantizedLinear(TorchLinear, dequantize(*quantize(weight, scheme), scheme), bias, rows_group)
+            return DequantizedLinear(TorchLinear, dequantize(*quantize(weight, scheme), scheme), bias, scheme)
         if scheme is None:
             return PackedLinear(self._library, weight, bias)
         return QuantizedLinear.quantizing(self._library, weight, bias, scheme)

@@ -134,11 +134,14 @@ class ReferenceBackend:
         """act(gate) * up."""
         return act_mul(gate_up, activation)
 
+    def gate_up(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        """One after the other."""
+        return self.act_mul(linear(x), activation)
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """Keeps the weight as it is, or what quantising makes of it in fp32."""
         if scheme is not None:
-            rows_group = scheme.group if scheme.rounds_rows else None
-            return DequantizedLinear(ReferenceLinear, dequantize(*quantize(weight, scheme), scheme), bias, rows_group)
+            return DequantizedLinear(ReferenceLinear, dequantize(*quantize(weight, scheme), scheme), bias, scheme)
         return ReferenceLinear(weight, bias)
 
     def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:

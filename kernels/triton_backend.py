@@ -199,14 +199,21 @@ class TritonBackend:
         checks.check_act_mul(gate_up, activation)
         return act_mul(gate_up, activation)
 
+    def gate_up(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        """Together where the layer is ours."""
+        if isinstance(linear, TritonLinear):
+            return linear.gate_up(x, activation)
+        return self.act_mul(linear(x), activation)
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """The vendor's library where it may choose its order, else ours; so for quantised weights, which it has not."""
         if scheme is None and not self._exact:
             return TorchLinear(weight, bias)
-        return TritonLinear(weight, bias, scheme)
+        return TritonLinear.of(weight, bias, scheme)
 
-    def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """There are none."""
+    def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> TritonLinear | None:
+        """Ours, in groups of at least 16 columns."""
+        return TritonLinear.of_integers(weight, bias)
 
     def program(self, capacity: int, dtype: torch.dtype) -> None:
         """There is none."""

@@ -16,7 +16,8 @@ from novainfer.errors import ConfigError
 DEMO_MODEL = "demo"  # the checkpoint in novainfer/assets/demo
 MIB = 1024 * 1024
 OWN_ADDRESS = "auto"  # --cluster-host: that of this host's default route
-NO_W8A8_ON_GPUS = "--quantization w8a8 runs on CPUs only so far; int8 and int4 run on GPUs, too"
+NO_W8A8_ON_GPUS = "--quantization w8a8 runs on CPUs only so far; int8, int4 and fp8 run on GPUs"
+NO_FP8_ON_CPUS = "--quantization fp8 runs on GPUs only, from Ada and Hopper on; int8, int4 and w8a8 run on CPUs"
 QUANTIZED_CACHE_ON_GPUS = "--kv-cache-dtype {dtype} runs on CPUs only so far"
 SPARES_ON_GPUS = "--spare-workers is for CPUs: a spare group would need GPUs of its own; leave it at 0"
 
@@ -45,9 +46,9 @@ class ModelConfig:
     )
     quantization: str = option(
         "none",
-        "Round weights to small integers while loading: less memory, faster decoding, somewhat less exact; w8a8 (CPUs "
-        "only) rounds activations to 8 bits too: prompts are faster.",
-        choices=("none", "int8", "int4", "w8a8"),
+        "Round weights to small numbers while loading: less memory, faster decoding, somewhat less exact; w8a8 (CPUs "
+        "only) and fp8 (GPUs only) round activations to 8 bits too: prompts are faster.",
+        choices=("none", "int8", "int4", "w8a8", "fp8"),
     )
     max_model_len: int | None = option(None, "Longest prompt + output in tokens; default: the model's own limit.")
     model_backend: str = option(
@@ -283,6 +284,8 @@ def check(config: ServeConfig) -> None:
         raise ConfigError(f"--spare-workers must be 0 or 1, not {config.parallel.spare_workers}")
     if config.parallel.device == "cuda":
         _check_gpus(config)
+    elif config.parallel.device == "cpu":
+        _check_cpus(config)
     if config.parallel.cluster_host is not None:
         _check_cluster_host(config.parallel.cluster_host, config.parallel.ray_address)
     for name, number in {
@@ -313,6 +316,11 @@ def _check_gpus(config: ServeConfig) -> None:
         raise ConfigError(NO_W8A8_ON_GPUS)
     if config.cache.kv_cache_dtype != "auto":
         raise ConfigError(QUANTIZED_CACHE_ON_GPUS.format(dtype=config.cache.kv_cache_dtype))
+
+
+def _check_cpus(config: ServeConfig) -> None:
+    if config.model.quantization == "fp8" and config.parallel.kernel_backend in ("auto", "cpu"):
+        raise ConfigError(NO_FP8_ON_CPUS)
 
 
 def _check_cluster_host(host: str, ray_address: str | None) -> None:

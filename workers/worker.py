@@ -14,6 +14,7 @@ import torch
 
 from kernels.backend import KernelBackend, select_backend
 from novainfer.config import (
+    NO_FP8_ON_CPUS,
     NO_W8A8_ON_GPUS,
     QUANTIZED_CACHE_ON_GPUS,
     CacheConfig,
@@ -96,7 +97,7 @@ class Worker:
             return cls(null, info, TensorParallel.single(), 1, None)
         device = choose_device(config.parallel, place.rank)
         kernels = choose_kernels(config.parallel, device)
-        check_quantization(config.model, kernels)
+        check_quantization(config.model, kernels, device)
         check_kv_cache(config.cache, kernels)
         if device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_worker or default_threads(place.world_size))
@@ -171,10 +172,17 @@ def has_graphs(config: ServeConfig, model: CausalLM, device: torch.device) -> bo
     return device.type == "cuda" and model.is_static and not config.parallel.enforce_eager
 
 
-def check_quantization(config: ModelConfig, kernels: KernelBackend) -> None:
-    """Raises `ConfigError` if these kernels cannot multiply by the weights that were asked for."""
+def check_quantization(config: ModelConfig, kernels: KernelBackend, device: torch.device) -> None:
+    """Raises `ConfigError` if these kernels cannot multiply by the weights that were asked for on this device."""
     if config.quantization == "w8a8" and kernels.name == "triton":
         raise ConfigError(NO_W8A8_ON_GPUS)
+    if config.quantization == "fp8" and (kernels.name == "cpu" or not _multiplies_fp8(device)):
+        raise ConfigError(NO_FP8_ON_CPUS)
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    """Whether it has tensor cores for it; what is no GPU goes without."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def check_kv_cache(config: CacheConfig, kernels: KernelBackend) -> None:

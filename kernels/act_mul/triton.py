@@ -21,6 +21,22 @@ def _sigmoid(x):
 
 
 @triton.jit
+def gated(
+    gate,  # float32
+    up,  # float32
+    ACTIVATION: tl.constexpr,  # index into kernels.backend.ACTIVATIONS
+):
+    """act(gate) * up."""
+    if ACTIVATION == 0:  # silu
+        activated = gate * _sigmoid(gate)
+    elif ACTIVATION == 1:  # gelu_tanh: (1 + tanh(z)) / 2 = sigmoid(2z)
+        activated = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:  # gelu
+        activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    return activated * up
+
+
+@triton.jit
 def _act_mul_kernel(
     gate_up,  # [num_tokens, 2 * intermediate]
     out,  # [num_tokens, intermediate], contiguous
@@ -35,13 +51,7 @@ def _act_mul_kernel(
     gate_at = gate_up + row * row_stride + columns
     gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_at + intermediate, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION == 0:  # silu
-        activated = gate * _sigmoid(gate)
-    elif ACTIVATION == 1:  # gelu_tanh: (1 + tanh(z)) / 2 = sigmoid(2z)
-        activated = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:  # gelu
-        activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    tl.store(out + row * intermediate + columns, (activated * up).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * intermediate + columns, gated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=mask)
 
 
 def act_mul(gate_up: Tensor, activation: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ from kernels.checks import check_linear, check_shape
 from kernels.linear.schemes import IntegerWeight, WeightScheme
 
 _CANDIDATES = tuple(-7.0 - 0.25 * i for i in range(16))  # for the integer that the largest weight of a group becomes
-_SMALLEST_NUMBER = 1e-18  # a group that holds nothing larger becomes zero: squares would underflow
+SMALLEST_NUMBER = 1e-18  # a group that holds nothing larger becomes zero: squares would underflow
+LARGEST_FLOAT8 = 448.0  # of e4m3
 _ROWS_AT_ONCE = 1024  # bounds the memory that quantising takes
 
 
@@ -47,21 +49,21 @@ class DequantizedLinear:
         make: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]],
         weight: Tensor,
         bias: Tensor | None,
-        rows_group: int | None = None,
+        scheme: WeightScheme | None = None,
     ) -> None:
         """make: the linear layer in fp32 that is to multiply; weight [N, K] float32: what is stood for, bias [N].
 
-        rows_group: columns of x that share a scale, where rows are rounded to eight bits.
+        scheme: what the weights were quantised with, which may round rows too.
         """
         check_linear(weight, bias)
-        self._rows_group = rows_group
+        self._scheme = scheme
         self._linear = make(weight, None if bias is None else bias.float())
         self.out_features, self.in_features = weight.shape
         self.weight_nbytes = weight.nbytes
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] -> [M, N] in out_dtype, by default x's."""
-        rows = x.float() if self._rows_group is None else widened_rows(x, self._rows_group)
+        rows = x.float() if self._scheme is None else rounded_rows(x, self._scheme)
         return self._linear(rows).to(out_dtype or x.dtype)
 
     def in_float32(self, x: Tensor) -> Tensor:
@@ -72,16 +74,19 @@ class DequantizedLinear:
 def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> integers [N, K] int8, scales [N, groups] bf16: the definition of what every backend does.
 
-    Where two steps are equally good but for rounding, another backend may choose the other one. A scale is NaN where
-    its group holds a number that is not finite.
+    For fp8 e4m3 numbers and scales [N] float32. Where two steps are equally good but for rounding, another backend may
+    choose the other one. A scale is NaN where its group holds a number that is not finite.
     """
-    parts = [_quantize(rows.float(), scheme) for rows in torch.split(weight, _ROWS_AT_ONCE)]
-    integers, scales = zip(*parts, strict=True)
-    return torch.cat(integers), torch.cat(scales)
+    make = _float8_bits if scheme.is_float else partial(_quantize, scheme=scheme)
+    numbers, scales = zip(*(make(rows.float()) for rows in torch.split(weight, _ROWS_AT_ONCE)), strict=True)
+    joined = torch.cat(numbers)
+    return joined.view(torch.float8_e4m3fn) if scheme.is_float else joined, torch.cat(scales)
 
 
 def dequantize(integers: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
-    """The weights that a quantised layer stands for: [N, K] float32, exactly."""
+    """The weights that a quantised layer stands for: [N, K] float32, exactly (fp8: each rounded once)."""
+    if scheme.is_float:
+        return integers.float() * scales.unsqueeze(1)
     return widened(IntegerWeight(integers, scales, scheme.group))
 
 
@@ -96,7 +101,7 @@ def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     groups = F.pad(x.float(), (0, -columns % group)).view(rows, -1, group)
     largest = groups.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
-    usable = largest > _SMALLEST_NUMBER
+    usable = largest > SMALLEST_NUMBER
     most = torch.full_like(largest, 127.0)  # a number in its place would be multiplied by the reciprocal
     inverse = (most / largest.where(usable, 1.0)).where(usable, 0.0)
     integers = (groups * inverse).nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
@@ -110,12 +115,38 @@ def widened_rows(x: Tensor, group: int) -> Tensor:
     return integers.float() * scales.repeat_interleave(group, dim=1)[:, : x.shape[1]]
 
 
+def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> e4m3 numbers [M, K], 448 being a row's largest; scales [M] float32, NaN where a row is not finite."""
+    finite = x.float().nan_to_num(0.0, 0.0, 0.0)
+    largest = finite.abs().amax(1, keepdim=True)
+    usable = largest > SMALLEST_NUMBER
+    most = torch.full_like(largest, LARGEST_FLOAT8)
+    inverse = (most / largest.where(usable, 1.0)).where(usable, 0.0)
+    numbers = (finite * inverse).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+    scales = (largest / most).where(usable, 0.0) + (x.float() * 0.0).sum(1, keepdim=True)
+    return numbers, scales.squeeze(1)
+
+
+def _float8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`round_to_float8`, the numbers as uint8, which everything in torch knows."""
+    numbers, scales = round_to_float8(x)
+    return numbers.view(torch.uint8), scales
+
+
+def rounded_rows(x: Tensor, scheme: WeightScheme) -> Tensor:
+    """What activations [M, K] become under a scheme: [M, K] float32."""
+    if scheme.is_float:
+        numbers, scales = round_to_float8(x)
+        return numbers.float() * scales.unsqueeze(1)
+    return widened_rows(x, scheme.group) if scheme.rounds_rows else x.float()
+
+
 def _quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     groups = F.pad(weight, (0, -columns % scheme.group)).view(rows, -1, scheme.group)
     at = groups.nan_to_num(0.0, 0.0, 0.0).abs().argmax(-1, keepdim=True)
     largest = groups.gather(-1, at)
-    usable = largest.abs() > _SMALLEST_NUMBER
+    usable = largest.abs() > SMALLEST_NUMBER
     largest = largest.where(usable, 1.0)
     found = largest.abs() / scheme.highest if scheme.bits == 8 else _search(groups, largest, scheme)
     scales = found.where(usable, 0.0).bfloat16()

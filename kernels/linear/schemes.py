@@ -1,4 +1,4 @@
-"""How weights are quantised: small integers, symmetric, with one scale for each output row and group of columns.
+"""How weights are quantised: small integers, symmetric, with a scale for each output row and group of columns; or fp8.
 
 y = bias + sum over the groups in order of scale * (sum over the group's columns of x * integer), in fp32. Every scale
 is a bf16 number (fp16, or bf16, where the checkpoint brings integers and scales), so that scale * integer is exact in
@@ -6,6 +6,9 @@ fp32: a quantised layer has definite weights, and rounding them is its only erro
 
 Where rows are rounded too, x is a whole number times a scale of the row's own group: the group's sum is a whole number
 then, which every processor computes exactly, and is multiplied by the row's scale before the weight's.
+
+fp8: both are e4m3 numbers, each row of x and each output's weights with one fp32 scale that makes its largest magnitude
+448. y = bias + (sum over the columns of x * weight) * x's scale * the weight's, in fp32.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ class WeightScheme:
 
     name: str
     bits: int
-    group: int  # columns that share a scale: a multiple of 8, of 16 where rows are rounded
+    group: int  # columns that share a scale: a multiple of 8, of 16 where rows are rounded; 0: all of them
     rounds_rows: bool = False  # the activations too are rounded to eight bits, when they come, by rows and groups
+    is_float: bool = False  # e4m3 numbers in place of integers, of weights and of activations
 
     @property
     def lowest(self) -> int:
@@ -47,7 +51,9 @@ class IntegerWeight:
 INT8 = WeightScheme("int8", bits=8, group=128)
 INT4 = WeightScheme("int4", bits=4, group=64)
 W8A8 = WeightScheme("w8a8", bits=8, group=128, rounds_rows=True)
-SCHEMES = {scheme.name: scheme for scheme in (INT8, INT4, W8A8)}
+FLOAT8 = WeightScheme("fp8", bits=8, group=0, rounds_rows=True, is_float=True)
+INTEGER_SCHEMES = {scheme.name: scheme for scheme in (INT8, INT4, W8A8)}  # all that the CPU's kernels have
+SCHEMES = {**INTEGER_SCHEMES, FLOAT8.name: FLOAT8}
 
 
 def head_scheme(scheme: WeightScheme | None) -> WeightScheme | None:

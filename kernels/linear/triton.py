@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Linear layers in Triton whose sums do not depend on the number of rows; weights as they are, or small integers.
+"""Linear layers in Triton whose sums do not depend on the number of rows; weights as they are, small integers or fp8.
 
 K is cut into chunks at fixed places. A chunk is summed in the order of K by one accumulator of the tensor cores, the
 chunks' sums are added in order. Few rows are too little work for a GPU: then each chunk is a program of its own and a
@@ -18,95 +18,59 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import checks
-from kernels.linear.reference import quantize
-from kernels.linear.schemes import WeightScheme
+from kernels.act_mul.triton import act_mul, gated
+from kernels.backend import ACTIVATIONS
+from kernels.linear.packing import CHUNK, PackedWeight, pack_integers, pack_rounded, pack_whole
+from kernels.linear.schemes import IntegerWeight, WeightScheme
+from kernels.linear.triton_float8 import round_rows
+from kernels.linear.triton_sums import chunk_sum
 from kernels.triton_launch import INTERPRETED
 
-CHUNK = 1024  # columns; a constant, since the bits depend on it. A multiple of every scheme's group
-BLOCK_N = 64  # outputs of a program: a constant for the same reason
+BLOCK_N = 64  # outputs of a program: a constant, since the bits may depend on it
 _FEW_ROWS = 64
 _MANY_ROWS = 128
-_BLOCK_K = 64  # columns at a time where weights are no integers
+_NO_ACTIVATION = -1
 
 
 @triton.jit
-def _group_sum(
-    x_row,  # pointers to [BLOCK_M, 1]: column 0 of each row
-    weight_row,  # pointers to [1, BLOCK_N]: column 0 of each output's weights (bytes where BITS is 4)
-    row_mask,  # [BLOCK_M, 1]
-    output_mask,  # [1, BLOCK_N]
-    first,  # column of x
-    stored,  # the same of the weights
-    end,  # columns from here on are not there
-    acc,  # [BLOCK_M, BLOCK_N] float32
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,  # 4, 8, or 16 and 32: no integers
-    HIGH: tl.constexpr,  # of 4 bits: the upper ones
-    INTERPRETED: tl.constexpr,
-):
-    """acc + x[:, first : first + COLUMNS] @ weight.T of these columns."""
-    columns = tl.arange(0, COLUMNS)
-    there = first + columns < end
-    x = tl.load(x_row + (first + columns)[None, :], mask=row_mask & there[None, :], other=0.0)
-    weight = tl.load(weight_row + (stored + columns)[:, None], mask=output_mask & there[:, None], other=0)
-    if BITS == 4:
-        weight = ((weight.to(tl.int32) >> 4) if HIGH else (weight.to(tl.int32) & 15)) - 8
-    if INTERPRETED:  # the interpreter multiplies the raw bits of bf16 operands
-        return tl.dot(x.to(tl.float32), weight.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
-
-
-@triton.jit
-def _chunk_sum(
-    x_row,
-    weight_row,
-    scale_row,  # pointers to [1, BLOCK_N]: the first group's scale of each output
-    row_mask,
+def _finished(
+    total,  # float32
+    row_scale,  # of the rows, where FLOAT8
+    scale_at,  # pointers to the outputs' scales
+    bias_at,  # pointers to the outputs' bias, where HAS_BIAS
     output_mask,
-    first,
-    end,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,  # columns at a time; a group, where weights are integers
-    BITS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
-    """The sum over one chunk's columns [first, end), float32 [BLOCK_M, BLOCK_N]."""
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(first, tl.minimum(first + CHUNK, end), STEP):
-        if BITS == 4:
-            HALF: tl.constexpr = STEP // 2
-            stored = start // 2
-            part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            part = _group_sum(
-                x_row, weight_row, row_mask, output_mask, start, stored, end, part, HALF, 4, False, INTERPRETED
-            )
-            part = _group_sum(
-                x_row, weight_row, row_mask, output_mask, start + HALF, stored, end, part, HALF, 4, True, INTERPRETED
-            )
-        elif BITS == 8:
-            part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            part = _group_sum(
-                x_row, weight_row, row_mask, output_mask, start, start, end, part, STEP, 8, False, INTERPRETED
-            )
-        else:
-            acc = _group_sum(
-                x_row, weight_row, row_mask, output_mask, start, start, end, acc, STEP, BITS, False, INTERPRETED
-            )
-        if BITS <= 8:
-            scale = tl.load(scale_row + start // STEP, mask=output_mask, other=0.0).to(tl.float32)
-            acc = tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
-    return acc
+    """What becomes of a sum over all columns."""
+    if FLOAT8:
+        total = total * row_scale * tl.load(scale_at, mask=output_mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_at, mask=output_mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _rounded_and_gated(
+    gate,  # float32
+    up,  # float32
+    out,  # a pointer to numbers of the type that both are rounded to first, as they would be in memory
+    ACTIVATION: tl.constexpr,
+):
+    """act(gate) * up."""
+    gate, up = gate.to(out.dtype.element_ty).to(tl.float32), up.to(out.dtype.element_ty).to(tl.float32)
+    return gated(gate, up, ACTIVATION)
 
 
 @triton.jit
 def _linear_kernel(
     x,  # [num_rows, K]
-    weight,  # [N, K], or [N, K / 2] bytes of two columns: see `pack_nibbles`
-    scales,  # [N, groups] where weights are integers
+    row_scales,  # [num_rows] float32 where FLOAT8
+    weight,  # as in `packing.PackedWeight`
+    scales,  # [N, groups] where weights are integers, [N, 1] where FLOAT8
+    offsets,  # [N, groups] where HAS_OFFSETS
     bias,  # [N] where HAS_BIAS
-    out,  # [num_rows, N]
+    out,  # [num_rows, N], or half of it where an activation is taken
     partial,  # [chunks, num_rows, N] float32 where SPLIT
     num_rows,
     x_stride,
@@ -120,135 +84,190 @@ def _linear_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     BITS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    FLOAT8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # see `gated`: of the outputs' first half, times the second; -1: none. Not where SPLIT
     SPLIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    GATED: tl.constexpr = ACTIVATION >= 0
+    WIDTH: tl.constexpr = N // 2 if GATED else N
     # Neighbours share the weights' tile: rows count up first.
     tile_m, tile_n = tl.program_id(0), tl.program_id(1)
     rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     outputs = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    row_mask, output_mask = rows < num_rows, outputs < N
+    row_mask, output_mask = rows < num_rows, outputs < WIDTH
     x_row, weight_row = x + rows * x_stride, weight + outputs * weight_stride
-    scale_row = scales + outputs * scale_stride
+    scale_row, offset_row = scales + outputs * scale_stride, offsets + outputs * scale_stride
+    up_weight, up_scale = WIDTH * weight_stride, WIDTH * scale_stride
     if SPLIT:
         chunk = tl.program_id(2)
-        acc = _chunk_sum(
-            x_row, weight_row, scale_row, row_mask, output_mask, chunk * CHUNK, K,
-            BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, INTERPRETED,
+        acc, _ = chunk_sum(
+            x_row, weight_row, scale_row, offset_row, row_mask, output_mask, chunk * CHUNK, K, up_weight, up_scale,
+            BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, FLOAT8, GATED, INTERPRETED,
         )  # fmt: skip
         at = partial + (chunk.to(tl.int64) * num_rows + rows) * N + outputs
         tl.store(at, acc, mask=row_mask & output_mask)
     else:
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        total, up_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for first in range(0, K, CHUNK):
-            total += _chunk_sum(
-                x_row, weight_row, scale_row, row_mask, output_mask, first, K,
-                BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, INTERPRETED,
+            acc, up = chunk_sum(
+                x_row, weight_row, scale_row, offset_row, row_mask, output_mask, first, K, up_weight, up_scale,
+                BLOCK_M, BLOCK_N, CHUNK, STEP, BITS, HAS_OFFSETS, FLOAT8, GATED, INTERPRETED,
             )  # fmt: skip
-        if HAS_BIAS:
-            total += tl.load(bias + outputs, mask=output_mask, other=0.0).to(tl.float32)
+            total += acc
+            up_total += up
+        row_scale = tl.load(row_scales + rows, mask=row_mask, other=0.0) if FLOAT8 else 1.0
+        total = _finished(total, row_scale, scale_row, bias + outputs, output_mask, FLOAT8, HAS_BIAS)
+        if GATED:
+            up_bias = bias + outputs + WIDTH
+            up_total = _finished(up_total, row_scale, scale_row + up_scale, up_bias, output_mask, FLOAT8, HAS_BIAS)
+            total = _rounded_and_gated(total, up_total, out, ACTIVATION)
         tl.store(out + rows * out_stride + outputs, total.to(out.dtype.element_ty), mask=row_mask & output_mask)
+
+
+@triton.jit
+def _chunks_total(
+    partial,  # [chunks, num_rows, N] float32
+    num_rows,
+    row,
+    outputs,  # [BLOCK]
+    mask,
+    N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of all chunks in order, float32 [BLOCK]."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for chunk in range(CHUNKS):
+        total += tl.load(partial + (chunk * num_rows + row) * N + outputs, mask=mask, other=0.0)
+    return total
 
 
 @triton.jit
 def _add_chunks_kernel(
     partial,  # [chunks, num_rows, N] float32
+    row_scales,  # [num_rows] float32 where FLOAT8
+    scales,  # [N] where FLOAT8
     bias,  # [N] where HAS_BIAS
-    out,  # [num_rows, N]
+    out,  # [num_rows, N], or half of it where an activation is taken
     num_rows,
     out_stride,
     N: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FLOAT8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
+    WIDTH: tl.constexpr = N // 2 if ACTIVATION >= 0 else N
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = outputs < N
-    total = tl.zeros([BLOCK], tl.float32)
-    for chunk in range(CHUNKS):
-        total += tl.load(partial + (chunk * num_rows + row) * N + outputs, mask=mask, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)
+    mask = outputs < WIDTH
+    row_scale = tl.load(row_scales + row) if FLOAT8 else 1.0
+    total = _chunks_total(partial, num_rows, row, outputs, mask, N, CHUNKS, BLOCK)
+    total = _finished(total, row_scale, scales + outputs, bias + outputs, mask, FLOAT8, HAS_BIAS)
+    if ACTIVATION >= 0:
+        up = _chunks_total(partial, num_rows, row, outputs + WIDTH, mask, N, CHUNKS, BLOCK)
+        up = _finished(up, row_scale, scales + outputs + WIDTH, bias + outputs + WIDTH, mask, FLOAT8, HAS_BIAS)
+        total = _rounded_and_gated(total, up, out, ACTIVATION)
     tl.store(out + row * out_stride + outputs, total.to(out.dtype.element_ty), mask=mask)
-
-
-def pack_nibbles(integers: Tensor, group: int) -> Tensor:
-    """integers [N, K] int8 within -8..7 -> [N, ceil(K / group) * group / 2] uint8, each plus 8.
-
-    In a group of columns, byte j holds column j (lower four bits) and column j + group / 2: so each half of a group is
-    one tile of bytes, without reordering.
-    """
-    padded = torch.nn.functional.pad(integers, (0, -integers.shape[1] % group))
-    halves = (padded.to(torch.int16) + 8).view(len(integers), -1, 2, group // 2)
-    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).to(torch.uint8).flatten(1).contiguous()
 
 
 class TritonLinear:
     """See `kernels.backend.Linear`: a row's bits depend on that row alone."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: WeightScheme | None = None) -> None:
-        """weight [N, K]; with a scheme (of 8 or 4 bits, rows as they are) it is rounded to integers here.
-
-        Raises ValueError for another scheme.
-        """
-        checks.check_linear(weight, bias)
-        if scheme is not None and (scheme.rounds_rows or CHUNK % scheme.group):
-            raise ValueError(f"kernel backend 'triton' has no {scheme.name} weights")
-        self.out_features, self.in_features = weight.shape
+    def __init__(self, packed: PackedWeight, columns: int, bias: Tensor | None) -> None:
+        """columns: K of the weight [N, K] that is packed; bias [N]."""
+        checks.check_linear(packed.weight, bias)
+        self.out_features, self.in_features = len(packed.weight), columns
+        self._packed = packed
         self._bias = bias
-        self._step = _BLOCK_K if scheme is None else scheme.group
-        self._bits = 8 * weight.element_size() if scheme is None else scheme.bits
-        self._weight = self._scales = weight
-        if scheme is not None:
-            integers, scales = quantize(weight, scheme)
-            self._weight = pack_nibbles(integers, scheme.group) if scheme.bits == 4 else integers.contiguous()
-            self._scales = scales.contiguous()
+        self._bias_pointer = packed.weight if bias is None else bias
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, scheme: WeightScheme | None = None) -> TritonLinear:
+        """Over weight [N, K]; with a scheme it is rounded here. Raises ValueError for a scheme without a kernel."""
+        checks.check_linear(weight, bias)
+        return cls(pack_whole(weight) if scheme is None else pack_rounded(weight, scheme), weight.shape[1], bias)
+
+    @classmethod
+    def of_integers(cls, weight: IntegerWeight, bias: Tensor | None) -> TritonLinear | None:
+        """Over exactly these weights; None where `pack_integers` cannot take them."""
+        checks.check_linear(weight.integers, bias)
+        packed = pack_integers(weight)
+        return None if packed is None else cls(packed, weight.integers.shape[1], bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N] in x's dtype."""
-        checks.check_shape("x", x, [None, self.in_features])
-        checks.check_dtype("x", x, *checks.ACTIVATION_DTYPES)
-        checks.check_last_dim_contiguous("x", x)
-        out = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
-        if len(x):
-            self._launch(x, out)
-        return out
+        return self._run(x, _NO_ACTIVATION)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The same numbers in float32."""
         return self(x).float()
 
-    def _launch(self, x: Tensor, out: Tensor) -> None:
-        num_rows, chunks = len(x), triton.cdiv(self.in_features, CHUNK)
+    def gate_up(self, x: Tensor, activation: str) -> Tensor:
+        """x [M, K] -> act(first half of the outputs) * second half, [M, N / 2]: the bits of `act_mul(self(x))`.
+
+        Raises ValueError for an odd N, or an activation that is none of `kernels.backend.ACTIVATIONS`.
+        """
+        if self.out_features % 2 or activation not in ACTIVATIONS:
+            raise ValueError(f"no activation '{activation}' of the first half of {self.out_features} outputs")
+        if len(x) > _FEW_ROWS and self._packed.has_integers:  # two tiles and their groups' sums overflow the registers
+            return act_mul(self(x), activation)
+        return self._run(x, ACTIVATIONS.index(activation))
+
+    def _run(self, x: Tensor, activation: int) -> Tensor:
+        checks.check_shape("x", x, [None, self.in_features])
+        checks.check_dtype("x", x, *checks.ACTIVATION_DTYPES)
+        checks.check_last_dim_contiguous("x", x)
+        width = self.out_features if activation == _NO_ACTIVATION else self.out_features // 2
+        out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+        if len(x):
+            self._launch(x, out, activation)
+        return out
+
+    def _launch(self, x: Tensor, out: Tensor, activation: int) -> None:
+        packed, num_rows, chunks = self._packed, len(x), triton.cdiv(self.in_features, CHUNK)
+        # Pointers that are not read point to the weights.
+        row_scales = packed.weight
+        if packed.is_float8:
+            x, row_scales = round_rows(x)
         split = num_rows <= _FEW_ROWS and chunks > 1
         block_m = _FEW_ROWS if num_rows <= _FEW_ROWS else _MANY_ROWS
         partial = (
             torch.empty(chunks, num_rows, self.out_features, dtype=torch.float32, device=x.device) if split else out
         )
-        bias = out if self._bias is None else self._bias
-        grid = (triton.cdiv(num_rows, block_m), triton.cdiv(self.out_features, BLOCK_N), chunks if split else 1)
+        scales = packed.weight if packed.scales is None else packed.scales
+        offsets = packed.weight if packed.offsets is None else packed.offsets
+        width = self.out_features if split else out.shape[1]
+        grid = (triton.cdiv(num_rows, block_m), triton.cdiv(width, BLOCK_N), chunks if split else 1)
         _linear_kernel[grid](
             x,
-            self._weight,
-            self._scales,
-            bias,
+            row_scales,
+            packed.weight,
+            scales,
+            offsets,
+            self._bias_pointer,
             out,
             partial,
             num_rows,
             x.stride(0),
             out.stride(0),
-            self._weight.stride(0),
-            self._scales.stride(0),
+            packed.weight.stride(0),
+            scales.stride(0),
             N=self.out_features,
             K=self.in_features,
             BLOCK_M=block_m,
             BLOCK_N=BLOCK_N,
             CHUNK=CHUNK,
-            STEP=self._step,
-            BITS=self._bits,
+            STEP=packed.step,
+            BITS=packed.bits,
+            HAS_OFFSETS=packed.offsets is not None,
+            FLOAT8=packed.is_float8,
             HAS_BIAS=self._bias is not None,
+            ACTIVATION=_NO_ACTIVATION if split else activation,
             SPLIT=split,
             INTERPRETED=INTERPRETED,
             num_warps=block_m // 16,
@@ -256,20 +275,25 @@ class TritonLinear:
             enable_fp_fusion=False,
         )
         if split:
-            self._add_chunks(partial, bias, out, chunks)
+            self._add_chunks(partial, row_scales, out, activation)
 
-    def _add_chunks(self, partial: Tensor, bias: Tensor, out: Tensor, chunks: int) -> None:
+    def _add_chunks(self, partial: Tensor, row_scales: Tensor, out: Tensor, activation: int) -> None:
         block = 1024
-        _add_chunks_kernel[(len(out), triton.cdiv(self.out_features, block))](
+        scales = self._packed.weight if self._packed.scales is None else self._packed.scales
+        _add_chunks_kernel[(len(out), triton.cdiv(out.shape[1], block))](
             partial,
-            bias,
+            row_scales,
+            scales,
+            self._bias_pointer,
             out,
             len(out),
             out.stride(0),
             N=self.out_features,
-            CHUNKS=chunks,
+            CHUNKS=len(partial),
             BLOCK=block,
+            FLOAT8=self._packed.is_float8,
             HAS_BIAS=self._bias is not None,
+            ACTIVATION=activation,
             num_warps=4,
             enable_fp_fusion=False,
         )

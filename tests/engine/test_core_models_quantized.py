@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.backend import Linear
+from kernels.backend import KernelBackend, Linear
 from kernels.cpu_backend import CpuBackend
 from kernels.linear.quantized import QuantizedLinear
 from kernels.linear.schemes import INT4, INT8, SCHEMES, WeightScheme
@@ -16,7 +17,7 @@ from kernels.reference_backend import ReferenceBackend
 from novainfer.config import ModelConfig
 from novainfer.errors import ConfigError
 from tests.parity.builders import build_checkpoint
-from tests.parity.harness import CPU, largest_difference, load, paged_greedy, ragged_prompts
+from tests.parity.harness import CPU, Generation, largest_difference, load, paged_greedy, ragged_prompts
 from workers.layers.build import LayerBuilder, RowSlice
 from workers.models.loader import load_model
 from workers.tensor_parallel import TensorParallel
@@ -77,6 +78,24 @@ def test_model_when_quantised_then_near_the_reference_and_nearer_to_the_full_one
     assert 0.0 < off["int8"] < off["int4"]
 
 
+def test_model_in_fp8_when_triton_computes_then_near_the_reference_and_off_the_full_one(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from kernels.triton_backend import TritonBackend
+    from kernels.triton_launch import INTERPRETED
+
+    if not INTERPRETED:
+        pytest.skip("Triton compiles for a GPU here; the interpreter is what runs on a CPU")
+    folder, prompts = build_checkpoint("qwen3", tmp_path / "qwen3"), ragged_prompts(3)
+
+    def answers(kernels: KernelBackend, quantization: str) -> Generation:
+        config = ModelConfig(model=str(folder), dtype="float32", quantization=quantization)
+        model = load_model(config, tp=TensorParallel.single(), kernels=kernels, device=CPU)
+        return paged_greedy(model, kernels, prompts, 1)
+
+    ours, definition = answers(TritonBackend(CPU), "fp8"), answers(ReferenceBackend(), "fp8")
+    assert largest_difference(ours, definition) < 0.1 * largest_difference(answers(ReferenceBackend(), "none"), ours)
+
+
 def test_linears_of_a_model_when_quantised_then_routers_are_not_and_the_vocabulary_keeps_eight_bits(
     tmp_path: Path,
 ) -> None:
@@ -114,14 +133,27 @@ def test_layers_split_over_two_ranks_when_quantised_then_rows_and_whole_groups_h
     torch.testing.assert_close(sums[0] + sums[1], whole(x), rtol=1e-5, atol=1e-4)
 
 
-def test_quantisation_where_kernels_have_none_when_checked_then_config_error_and_none_elsewhere() -> None:
+def test_quantisation_where_kernels_have_none_when_checked_then_config_error_and_none_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Triton:
         name = "triton"
 
-    for name in SCHEMES:
-        check_quantization(ModelConfig(quantization=name), CpuBackend())
+    def check(quantization: str, kernels: object, device: torch.device = CPU) -> None:
+        check_quantization(ModelConfig(quantization=quantization), kernels, device)  # type: ignore[arg-type]
+
+    for name in ("none", *SCHEMES):
+        if name != "fp8":
+            check(name, CpuBackend())
         if name != "w8a8":
-            check_quantization(ModelConfig(quantization=name), Triton())  # type: ignore[arg-type]
+            check(name, Triton())
+    check("fp8", ReferenceBackend())
     with pytest.raises(ConfigError, match="--quantization w8a8 runs on CPUs only so far"):
-        check_quantization(ModelConfig(quantization="w8a8"), Triton())  # type: ignore[arg-type]
-    check_quantization(ModelConfig(), Triton())  # type: ignore[arg-type]
+        check("w8a8", Triton())
+    with pytest.raises(ConfigError, match="--quantization fp8 runs on GPUs only"):
+        check("fp8", CpuBackend())
+    for capability, is_new in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        check("int8", Triton(), torch.device("cuda", 1))
+        with nullcontext() if is_new else pytest.raises(ConfigError, match="from Ada and Hopper on"):
+            check("fp8", Triton(), torch.device("cuda", 1))

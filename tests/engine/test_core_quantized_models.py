@@ -48,7 +48,7 @@ WIDE = Format(form="pack-quantized", bits=8, scale_dtype=F32)
 
 
 class NoIntegers(CpuBackend):
-    """Like a backend for GPUs: it multiplies by plain weights alone."""
+    """It multiplies by plain weights alone."""
 
     def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> Any:
         return None
@@ -120,7 +120,7 @@ def test_backend_without_integers_when_it_loads_then_bitwise_the_answers_of_the_
     for dtype in ("float32", "bfloat16"):
         ours = load_with(folder, kernels, dtype=dtype)
         assert answers(ours, kernels) == answers(load_with(twin, kernels, dtype=dtype), kernels)
-    assert "8 widened to torch.float32 (kernel backend 'cpu' multiplies by no integers)" in caplog.text
+    assert "8 widened to torch.float32 (kernel backend 'cpu' has no kernel for such integers)" in caplog.text
 
 
 def test_reference_backend_when_it_loads_then_the_answers_of_the_plain_twin(tmp_path: Path) -> None:
@@ -129,6 +129,27 @@ def test_reference_backend_when_it_loads_then_the_answers_of_the_plain_twin(tmp_
     ours, plain = (answers(load_with(path, kernels, dtype="float32"), kernels) for path in (folder, twin))
     assert ours.tokens == plain.tokens
     assert largest_difference(ours, plain) < 1e-4
+
+
+@pytest.mark.parametrize("how", [GPTQ, REORDERED, AWQ, W8A8], ids=str)
+def test_triton_when_it_loads_then_integers_stay_packed_and_the_answers_are_those_of_the_plain_twin(
+    how: Format, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    from kernels.triton_backend import TritonBackend
+    from kernels.triton_launch import INTERPRETED
+
+    if not INTERPRETED:
+        pytest.skip("Triton compiles for a GPU here; the interpreter is what runs on a CPU")
+    caplog.set_level(logging.INFO, logger="workers.quantized")
+    folder, twin = quantized(tmp_path, how)
+    kernels, prompts = TritonBackend(CPU), ragged_prompts(2)
+    ours = paged_greedy(load_with(folder, kernels, dtype="float32"), kernels, prompts, 1)
+    plain = paged_greedy(*load(twin, dtype="float32"), prompts, 1)
+    assert ours.tokens == plain.tokens
+    assert largest_difference(ours, plain) < 1e-4
+    assert "8 linear layers stay packed" in caplog.text
+    assert "widened" not in caplog.text
 
 
 @pytest.mark.parametrize("how", [GPTQ, REORDERED, AWQ, PACKED, W8A8], ids=str)

@@ -23,7 +23,7 @@ from kernels.backend import (
     HeadNorms,
     PersistentRows,
 )
-from kernels.linear.schemes import INT4, INT8
+from kernels.linear.schemes import FLOAT8, INT4, INT8, IntegerWeight
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import sampling_tensors
 
@@ -31,10 +31,12 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 _instructions: dict[str, set[str]] = {}
 
@@ -43,19 +45,43 @@ def _compile(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, *
     """Takes the place of a launch: compiles with the argument types and constants of this call."""
     options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords}
     values = dict(zip((param.name for param in kernel.params), args, strict=False)) | keywords
-    signature, constants = {}, {}
+    signature, constants, attributes = {}, {}, {}
     for position, param in enumerate(kernel.params):
         value = values[param.name]
-        if param.is_constexpr:
+        is_tensor = isinstance(value, torch.Tensor)
+        if param.is_constexpr or (isinstance(value, int) and value == 1):  # a launch makes a constant of 1
             signature[param.name], constants[(position,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = _POINTERS[value.dtype]
-        else:
-            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(kernel, signature, constants)
+            continue
+        signature[param.name] = _POINTERS[value.dtype] if is_tensor else "fp32" if isinstance(value, float) else "i32"
+        if is_tensor or (isinstance(value, int) and value % 16 == 0):  # and passes on what aligns loads
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
     ptx = compile_triton(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    if early := _reads_too_early(ptx):
+        raise ValueError(f"{kernel.__name__} reads sums that a product may not have written yet: {early[:3]}")
     found = _instructions.setdefault(kernel.__name__, set())
-    found.update(re.findall(r"wgmma\.mma_async|mma\.sync\.aligned\.m16n8k16", ptx))
+    found.update(re.findall(r"wgmma\.mma_async\S*|mma\.sync\.aligned\.m16n8k16", ptx))
+
+
+def _reads_too_early(ptx: str) -> list[str]:
+    """Instructions that read what a product wrote which nothing has waited for: only further products may."""
+    groups: list[set[str]] = []  # registers of products that have been committed and not waited for
+    current: set[str] = set()
+    early = []
+    for line in ptx.splitlines():
+        code = line.split("//")[0].strip()
+        if code.startswith("wgmma.mma_async"):
+            current.update(re.findall(r"%\w+", code[code.index("{") : code.index("}")]))
+        elif code.startswith("wgmma.commit_group"):
+            groups.append(current)
+            current = set()
+        elif re.match(r"bra|ret", code):  # what follows is reached from elsewhere
+            groups, current = [], set()
+        elif found := re.match(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", code):
+            groups = groups[len(groups) - int(found[1]) :] if int(found[1]) else []
+        elif (current or groups) and current.union(*groups).intersection(re.findall(r"%\w+", code)):
+            early.append(code)
+    return early
 
 
 def _launch_everything(backend: TritonBackend) -> None:
@@ -76,16 +102,24 @@ def _launch_everything(backend: TritonBackend) -> None:
     backend.rotary(heads, kv_heads, positions, torch.zeros(4, 2, 32))
     backend.add_rms_norm(heads[0], heads[1], torch.zeros(64, dtype=dtype), 1e-6)
     backend.act_mul(torch.zeros(3, 64, dtype=dtype), "gelu")
-    for scheme in (None, INT8, INT4):
-        layer = backend.pack_linear(torch.zeros(100, 1100, dtype=dtype), torch.zeros(100, dtype=dtype), scheme)
-        for rows in (3, 200):
-            layer(torch.zeros(rows, 1100, dtype=dtype))
+    weight, bias = torch.zeros(100, 1104, dtype=dtype), torch.zeros(100, dtype=dtype)
+    layers = [backend.pack_linear(weight, bias, scheme) for scheme in (None, INT8, INT4, FLOAT8)]
+    integers = torch.arange(1104).remainder(16).to(torch.int8).expand(100, -1)
+    for group in (128, 32, 16):  # four bits with offsets, the least tile of four bits and of eight
+        brought = IntegerWeight(integers, torch.zeros(100, -(-1104 // group), dtype=torch.float16), group)
+        packed = backend.pack_integers(brought, bias, dtype)
+        assert packed is not None
+        layers.append(packed)
+    for layer in layers:
+        for rows in (1, 200):
+            layer(torch.zeros(rows, 1104, dtype=dtype))
+            backend.gate_up(layer, torch.zeros(rows, 1104, dtype=dtype), "silu")
     sampling = sampling_tensors(cpu, 2)
     backend.sample(torch.zeros(2, 9000), sampling)
     step, tokens = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     table = torch.zeros(2, 40, dtype=torch.int32)
-    rows = PersistentRows(table, table, torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64))
-    backend.prepare_decodes(step, rows, 16, DecodeInputs(tokens, tokens, table[0], tokens, table, sampling))
+    persistent = PersistentRows(table, table, torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64))
+    backend.prepare_decodes(step, persistent, 16, DecodeInputs(tokens, tokens, table[0], tokens, table, sampling))
     backend.append_tokens(step, tokens, table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -41,3 +42,15 @@ def _products_of_any_shape_agree() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", create_dot)
         yield
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torch.empty` returns is full of NaN or of the largest integers, as unwritten memory may be."""
+    empty = torch.empty
+
+    def full(*args: Any, **keywords: Any) -> torch.Tensor:
+        out = empty(*args, **keywords)
+        return out.fill_(math.nan if out.is_floating_point() else torch.iinfo(out.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", full)

@@ -24,7 +24,7 @@ def test_the_gpu_benchmark_when_rehearsed_then_every_stage_has_its_rows(tmp_path
     rows = json.loads(result.read_text())["rows"]
     who = {stage: {row["who"] for row in rows if row["stage"] == stage} for stage in {row["stage"] for row in rows}}
     assert who["attention"] == {"novainfer", "torch sdpa"}
-    assert who["gemm"] == {"torch", "novainfer", "novainfer int8", "novainfer int4"}
+    assert who["gemm"] == {"torch", *(f"novainfer{kind}" for kind in ("", " int8", " int4", " fp8"))}
     assert who["job"] == {"normal", "deterministic"}
     assert set(who) == {"env", "correct", "attention", "gemm", "job"}
 

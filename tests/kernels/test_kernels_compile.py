@@ -24,11 +24,13 @@ def test_every_kernel_compiles_for_hopper_and_exact_attention_uses_one_instructi
     instructions = json.loads(done.stdout)
     # Decode's 16 rows and prefill's 32 give the same bits because both go through this instruction and never wgmma.
     assert instructions["_decode_kernel"] == instructions["_prefill_kernel"] == ["mma.sync.aligned.m16n8k16"]
-    # Few rows and many have tiles of 64 and 128 rows, for which there is one instruction.
-    assert instructions["_linear_kernel"] == ["wgmma.mma_async"]
+    # Few rows and many have tiles of 64 and 128 rows, for which there is one instruction; fp8 has its own.
+    wgmma = "wgmma.mma_async.sync.aligned.m64n64"
+    assert instructions["_linear_kernel"] == [f"{wgmma}k16.f32.bf16.bf16", f"{wgmma}k32.f32.e4m3.e4m3"]
     assert instructions.keys() == {
         "_linear_kernel",
         "_add_chunks_kernel",
+        "_round_rows_kernel",
         "_input_kernel",
         "_decode_kernel",
         "_merge_kernel",

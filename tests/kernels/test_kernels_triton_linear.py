@@ -8,12 +8,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kernels.linear.packing import CHUNK, pack_nibbles
 from kernels.linear.reference import dequantize, quantize
 from kernels.linear.schemes import INT4, INT8, W8A8, WeightScheme
-from kernels.linear.triton import CHUNK, TritonLinear, pack_nibbles
+from kernels.linear.triton import TritonLinear
 from tests.kernels.builders import assert_close
 
-pytestmark = pytest.mark.stage0
+pytestmark = [pytest.mark.stage0, pytest.mark.usefixtures("poisoned")]
 
 SHAPES = [(1, 1), (63, 70), (100, 129), (3, CHUNK), (65, CHUNK + 1), (130, 2 * CHUNK + 200)]  # outputs, columns
 ROWS = (1, 2, 63, 64, 65, 130)
@@ -42,7 +43,7 @@ def test_a_layer_when_run_then_it_is_the_float64_product_to_the_last_rounding(
     bias = random(outputs, dtype=dtype, device=device, seed=1)
     x = random(3, columns, dtype=dtype, device=device, seed=2)
     wanted = x.double() @ widened(weight, scheme).T + bias.double()
-    assert_close(TritonLinear(weight, bias, scheme)(x), wanted, dtype)
+    assert_close(TritonLinear.of(weight, bias, scheme)(x), wanted, dtype)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name if scheme else "whole")
@@ -52,7 +53,7 @@ def test_a_row_when_it_stands_among_others_then_it_has_the_same_bits_as_alone(
 ) -> None:
     columns, outputs = 2 * CHUNK + 72, 100
     weight = random(outputs, columns, dtype=torch.bfloat16, device=device) / columns**0.5
-    layer = TritonLinear(weight, random(outputs, dtype=torch.bfloat16, device=device) if has_bias else None, scheme)
+    layer = TritonLinear.of(weight, random(outputs, dtype=torch.bfloat16, device=device) if has_bias else None, scheme)
     x = random(max(ROWS), columns, dtype=torch.bfloat16, device=device, seed=3)
     alone = torch.cat([layer(x[row : row + 1]) for row in (0, 1, 62)])
     for count in ROWS[2:]:
@@ -62,7 +63,7 @@ def test_a_row_when_it_stands_among_others_then_it_has_the_same_bits_as_alone(
 
 def test_rows_beyond_when_they_are_not_finite_then_no_other_row_hears_of_it(device: torch.device) -> None:
     weight = random(65, CHUNK + 64, dtype=torch.float32, device=device)
-    layer = TritonLinear(weight, None)
+    layer = TritonLinear.of(weight, None)
     x = random(5, CHUNK + 64, dtype=torch.float32, device=device)
     clean = layer(x)
     x[2] = float("nan")
@@ -70,7 +71,7 @@ def test_rows_beyond_when_they_are_not_finite_then_no_other_row_hears_of_it(devi
 
 
 def test_a_view_with_a_stride_when_multiplied_then_its_rows_are(device: torch.device) -> None:
-    layer = TritonLinear(random(20, 64, dtype=torch.float32, device=device), None)
+    layer = TritonLinear.of(random(20, 64, dtype=torch.float32, device=device), None)
     wide = random(4, 100, dtype=torch.float32, device=device)
     assert torch.equal(layer(wide[:, :64]), layer(wide[:, :64].contiguous()))
     assert layer(wide[:0, :64]).shape == (0, 20)
@@ -87,4 +88,4 @@ def test_four_bits_when_packed_then_each_half_of_a_group_is_in_its_half_of_the_b
 
 def test_a_scheme_that_rounds_rows_when_packed_then_it_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="no w8a8 weights"):
-        TritonLinear(random(8, 128, dtype=torch.float32, device=device), None, W8A8)
+        TritonLinear.of(random(8, 128, dtype=torch.float32, device=device), None, W8A8)

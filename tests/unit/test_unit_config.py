@@ -42,11 +42,16 @@ def test_given_spare_workers_when_checked_with_gpus_then_they_are_refused() -> N
         check(build_config({"spare_workers": 1, "device": "cuda"}))
 
 
-def test_given_quantisation_when_checked_with_gpus_then_it_is_refused() -> None:
+def test_given_quantisation_when_checked_with_a_device_without_it_then_it_is_refused() -> None:
     check(build_config({"quantization": "int8", "device": "cpu"}))
     check(build_config({"quantization": "int4", "device": "cuda"}))
     with pytest.raises(ConfigError, match="--quantization w8a8 runs on CPUs only so far"):
         check(build_config({"quantization": "w8a8", "device": "cuda"}))
+    check(build_config({"quantization": "fp8", "device": "cuda"}))
+    check(build_config({"quantization": "fp8", "device": "cpu", "kernel_backend": "triton"}))
+    for backend in ("auto", "cpu"):
+        with pytest.raises(ConfigError, match="--quantization fp8 runs on GPUs only"):
+            check(build_config({"quantization": "fp8", "device": "cpu", "kernel_backend": backend}))
     check(build_config({"kv_cache_dtype": "int8", "device": "cpu"}))
     with pytest.raises(ConfigError, match="--kv-cache-dtype int8 runs on CPUs only so far"):
         check(build_config({"kv_cache_dtype": "int8", "device": "cuda"}))

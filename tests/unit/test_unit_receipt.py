@@ -155,6 +155,7 @@ def test_a_mode_when_written_and_parsed_then_it_is_equal_and_nothing_else_is_one
     quantised = MODE.replace("bfloat16", "bfloat16 int8")
     assert str(Mode.parse(quantised)) == quantised
     assert (Mode.parse(quantised).quantization, Mode.parse(MODE).quantization) == ("int8", "none")
+    assert Mode.parse(str(gpu).replace("float16", "float16 fp8")).asked_quantization == "fp8"
     for types, quantization in (("bfloat16 kv-int8", "none"), ("bfloat16 gptq-int4 kv-int8", "gptq-int4")):
         parsed = Mode.parse(MODE.replace("bfloat16", types))
         assert str(parsed) == MODE.replace("bfloat16", types)

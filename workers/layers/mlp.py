@@ -31,7 +31,7 @@ class Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        return self._down(self._kernels.act_mul(self._gate_up(x), self._activation))
+        return self._down(self._kernels.gate_up(self._gate_up, x, self._activation))
 
     def record(self, program: Program, x: Tensor, out: Tensor) -> None:
         """The call, for `program`."""

@@ -24,7 +24,7 @@ class Expert:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens of this expert, hidden] -> the same shape."""
-        return self._down(self._kernels.act_mul(self._gate_up(x), self._activation))
+        return self._down(self._kernels.gate_up(self._gate_up, x, self._activation))
 
 
 class MixtureOfExperts:

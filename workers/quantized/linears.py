@@ -94,7 +94,7 @@ class QuantizedLinears:
         integers, scales = integers.to(self.device, torch.int8), scales[:, groups[::group]].to(self.device)
         linear = self.kernels.pack_integers(IntegerWeight(integers, scales, group), bias, self.dtype)
         if linear is None:
-            return f"kernel backend '{self.kernels.name}' multiplies by no integers"
+            return f"kernel backend '{self.kernels.name}' has no kernel for such integers"
         return linear if order is None else ReorderedLinear(linear, order.to(self.device))
 
 
