@@ -47,6 +47,7 @@ class AttentionParams:
     scale: float
     sliding_window: int | None = None  # a query at position p sees keys p - window + 1 .. p
     soft_cap: float | None = None  # scores = soft_cap * tanh(scores / soft_cap), after scale
+    sinks: Tensor | None = None  # [H] float32: each the score of one more key, which has no value
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,8 @@ class KernelBackend(Protocol):
         """Zero-filled (key_cache, value_cache) of one layer; dimension 0 is the block, the rest the backend's own.
 
         dtype: of keys and values; cache_dtype: the same or None, or torch.int8 for integers with one scale for each
-        token and head (`kernels.kv_store.reference.quantize`). Raises ValueError if the backend has no such cache.
+        token and head, or torch.float8_e4m3fn (`kernels.kv_store.reference`). Raises ValueError if the backend has no
+        such cache.
         """
         ...
 

@@ -88,7 +88,7 @@ class CpuBackend:
         cache_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Zero-filled caches: packed (see `kernels.kv_store.cpu`) where possible, else as in the reference backend."""
-        stored = kv_reference.stored_dtype(dtype, cache_dtype)
+        stored = _stored_dtype(dtype, cache_dtype)
         key_shape, value_shape = self._cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype, stored)
         return lazy_zeros(key_shape, stored), lazy_zeros(value_shape, stored)
 
@@ -102,7 +102,7 @@ class CpuBackend:
         cache_dtype: torch.dtype | None = None,
     ) -> int:
         """Bytes of both cache tensors."""
-        stored = kv_reference.stored_dtype(dtype, cache_dtype)
+        stored = _stored_dtype(dtype, cache_dtype)
         shapes = self._cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype, stored)
         return sum(torch.Size(shape).numel() for shape in shapes) * stored.itemsize
 
@@ -232,3 +232,9 @@ class CpuBackend:
         if self._library is None:
             return sampling_reference.sample(logits, params)
         return sampling_cpu.sample(self._library, logits, params)
+
+
+def _stored_dtype(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> torch.dtype:
+    if cache_dtype is kv_reference.FLOAT8:
+        raise ValueError("kernel backend 'cpu' has no KV cache of e4m3 numbers")
+    return kv_reference.stored_dtype(dtype, cache_dtype)

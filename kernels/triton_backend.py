@@ -26,6 +26,7 @@ from kernels.backend import (
     SamplingTensors,
 )
 from kernels.decode_inputs.triton import append_tokens, prepare_decodes
+from kernels.kv_store.reference import FLOAT8
 from kernels.kv_store.triton import store_kv
 from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.linear.triton import TritonLinear
@@ -90,12 +91,13 @@ class TritonBackend:
         cache_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Two zero-filled tensors [num_blocks, num_kv_heads, block_size, head_dim]; block_size a power of two >= 16."""
-        if cache_dtype not in (None, dtype):
+        if cache_dtype not in (None, dtype, FLOAT8):
             raise ValueError(f"kernel backend 'triton' has no KV cache of {cache_dtype} for keys and values in {dtype}")
         if block_size < 16 or next_power_of_2(block_size) != block_size:
             raise ValueError(f"block_size must be a power of two and at least 16, got {block_size}")
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        stored = cache_dtype or dtype
+        return torch.zeros(shape, dtype=stored, device=device), torch.zeros(shape, dtype=stored, device=device)
 
     def kv_cache_bytes(
         self,
@@ -107,7 +109,7 @@ class TritonBackend:
         cache_dtype: torch.dtype | None = None,
     ) -> int:
         """Bytes of both cache tensors."""
-        return 2 * num_blocks * block_size * num_kv_heads * head_dim * dtype.itemsize
+        return 2 * num_blocks * block_size * num_kv_heads * head_dim * (cache_dtype or dtype).itemsize
 
     def store_kv(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
@@ -144,6 +146,10 @@ class TritonBackend:
         checks.check_metadata(metadata, query.shape[0])
         if query.shape[1] % key_cache.shape[1]:
             raise ValueError(f"{query.shape[1]} query heads do not divide into {key_cache.shape[1]} key/value heads")
+        if params.sinks is not None:
+            checks.check_shape("sinks", params.sinks, [query.shape[1]])
+            checks.check_dtype("sinks", params.sinks, torch.float32)
+            checks.check_last_dim_contiguous("sinks", params.sinks)
         if out is None:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         checks.check_shape("out", out, list(query.shape))
@@ -243,6 +249,6 @@ def _check_caches(like: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
     checks.check_shape("key_cache", key_cache, [None, None, None, like.shape[-1]])
     checks.check_shape("value_cache", value_cache, list(key_cache.shape))
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        checks.check_dtype(name, cache, like.dtype)
+        checks.check_dtype(name, cache, like.dtype, FLOAT8)
         if not cache.is_contiguous():
             raise ValueError(f"{name} must be contiguous")

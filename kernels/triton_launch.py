@@ -11,6 +11,7 @@ import os
 
 import torch
 import triton
+from triton.language.extra import cuda
 
 # Triton reads the variable when a kernel is defined. Interpreted kernels run on CPU tensors through NumPy.
 INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
@@ -24,6 +25,13 @@ def next_power_of_2(value: int, at_least: int = 1) -> int:
 def num_processors(device: torch.device) -> int:
     """Of a GPU; interpreted, a few, so that programs have more than one thing to do."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel can be started while the one before it still runs (programmatic dependent launch)."""
+    if device.type != "cuda" or not hasattr(cuda, "gdc_wait"):
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def warps_for(elements: int) -> int:

@@ -18,7 +18,8 @@ MIB = 1024 * 1024
 OWN_ADDRESS = "auto"  # --cluster-host: that of this host's default route
 NO_W8A8_ON_GPUS = "--quantization w8a8 runs on CPUs only so far; int8, int4 and fp8 run on GPUs"
 NO_FP8_ON_CPUS = "--quantization fp8 runs on GPUs only, from Ada and Hopper on; int8, int4 and w8a8 run on CPUs"
-QUANTIZED_CACHE_ON_GPUS = "--kv-cache-dtype {dtype} runs on CPUs only so far"
+NO_INT8_CACHE_ON_GPUS = "--kv-cache-dtype int8 runs on CPUs only so far; fp8 runs on GPUs"
+NO_FP8_CACHE_ON_CPUS = "--kv-cache-dtype fp8 runs on GPUs only, from Ada and Hopper on; int8 runs on CPUs"
 SPARES_ON_GPUS = "--spare-workers is for CPUs: a spare group would need GPUs of its own; leave it at 0"
 
 
@@ -73,9 +74,9 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "auto = the type of the activations; int8 = keys and values rounded to small integers (CPUs only): room for "
-        "about twice the tokens of 16 bits, somewhat less exact.",
-        choices=("auto", "int8"),
+        "auto = the type of the activations; int8 (CPUs only), fp8 (GPUs only) = keys and values rounded to 8 bits: "
+        "room for about twice the tokens of 16 bits, somewhat less exact.",
+        choices=("auto", "int8", "fp8"),
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV blocks of equal prompt prefixes.")
 
@@ -314,13 +315,17 @@ def _check_gpus(config: ServeConfig) -> None:
         raise ConfigError(SPARES_ON_GPUS)
     if config.model.quantization == "w8a8":
         raise ConfigError(NO_W8A8_ON_GPUS)
-    if config.cache.kv_cache_dtype != "auto":
-        raise ConfigError(QUANTIZED_CACHE_ON_GPUS.format(dtype=config.cache.kv_cache_dtype))
+    if config.cache.kv_cache_dtype == "int8":
+        raise ConfigError(NO_INT8_CACHE_ON_GPUS)
 
 
 def _check_cpus(config: ServeConfig) -> None:
-    if config.model.quantization == "fp8" and config.parallel.kernel_backend in ("auto", "cpu"):
+    if config.parallel.kernel_backend not in ("auto", "cpu"):
+        return
+    if config.model.quantization == "fp8":
         raise ConfigError(NO_FP8_ON_CPUS)
+    if config.cache.kv_cache_dtype == "fp8":
+        raise ConfigError(NO_FP8_CACHE_ON_CPUS)
 
 
 def _check_cluster_host(host: str, ray_address: str | None) -> None:

@@ -20,7 +20,7 @@ _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _PATTERN = re.compile(
     rf"(?P<device>[a-z]+) (?P<hardware>[\w.-]{{1,100}}) (?P<kernel_backend>[a-z]+)/(?P<model_backend>[a-z]+)"
     rf" (?P<dtype>[a-z0-9]+)(?: (?P<quantization>(?:(?:gptq|awq|compressed)-)?int[48]|w8a8|fp8))?"
-    rf"(?: kv-(?P<kv_cache_dtype>int8))? tp(?P<ranks>[1-9]\d{{0,3}})"
+    rf"(?: kv-(?P<kv_cache_dtype>int8|fp8))? tp(?P<ranks>[1-9]\d{{0,3}})"
     rf" (?P<promise>{EXACT}|{BEST_EFFORT})",
     re.ASCII,
 )

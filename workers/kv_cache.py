@@ -18,7 +18,8 @@ from novainfer.protocol.step import StepPlan
 from workers.cache_memory import CacheMemory
 from workers.models.base import CausalLM, KvCaches
 
-_CACHE_DTYPES = {"auto": None, "int8": torch.int8}  # as `KernelBackend.allocate_kv_cache` takes them
+# As `KernelBackend.allocate_kv_cache` takes them.
+_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LEFT_FREE = 512 * MIB  # for others, when a cache's memory is taken before it is used
 _AHEAD_BYTES = 128 * MIB  # always taken beyond what was used
 _MAX_CPU_SHARE = 4096 * MIB  # default ceiling of the KV caches of all ranks on a CPU host

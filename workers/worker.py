@@ -14,9 +14,10 @@ import torch
 
 from kernels.backend import KernelBackend, select_backend
 from novainfer.config import (
+    NO_FP8_CACHE_ON_CPUS,
     NO_FP8_ON_CPUS,
+    NO_INT8_CACHE_ON_GPUS,
     NO_W8A8_ON_GPUS,
-    QUANTIZED_CACHE_ON_GPUS,
     CacheConfig,
     ModelConfig,
     ParallelConfig,
@@ -98,7 +99,7 @@ class Worker:
         device = choose_device(config.parallel, place.rank)
         kernels = choose_kernels(config.parallel, device)
         check_quantization(config.model, kernels, device)
-        check_kv_cache(config.cache, kernels)
+        check_kv_cache(config.cache, kernels, device)
         if device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_worker or default_threads(place.world_size))
         else:
@@ -185,10 +186,12 @@ def _multiplies_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def check_kv_cache(config: CacheConfig, kernels: KernelBackend) -> None:
-    """Raises `ConfigError` if these kernels have no KV cache of the type that was asked for."""
-    if config.kv_cache_dtype != "auto" and kernels.name == "triton":
-        raise ConfigError(QUANTIZED_CACHE_ON_GPUS.format(dtype=config.kv_cache_dtype))
+def check_kv_cache(config: CacheConfig, kernels: KernelBackend, device: torch.device) -> None:
+    """Raises `ConfigError` if these kernels have no KV cache of the type that was asked for on this device."""
+    if config.kv_cache_dtype == "int8" and kernels.name == "triton":
+        raise ConfigError(NO_INT8_CACHE_ON_GPUS)
+    if config.kv_cache_dtype == "fp8" and (kernels.name == "cpu" or not _multiplies_fp8(device)):
+        raise ConfigError(NO_FP8_CACHE_ON_CPUS)
 
 
 def default_threads(world_size: int) -> int:

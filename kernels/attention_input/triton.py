@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import AttentionInput
+from kernels.kv_store.reference import is_float8
+from kernels.triton_float8 import to_float8
 from kernels.triton_launch import next_power_of_2
 
 
@@ -26,6 +28,15 @@ def _normed(value, scale, weight_at, columns, mask, weight_offset, dtype: tl.con
     else:
         value = (value * scale).to(dtype).to(tl.float32) * weight
     return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _store(at, value, mask, FLOAT8: tl.constexpr):
+    """Into the cache, whose numbers may be smaller."""
+    if FLOAT8:
+        tl.store(at, to_float8(value.to(tl.float32)), mask=mask)
+    else:
+        tl.store(at, value, mask=mask)
 
 
 @triton.jit
@@ -51,6 +62,7 @@ def _input_kernel(
     BLOCK_REST: tl.constexpr,  # of what is not; at least 1
     HAS_NORM: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
@@ -77,20 +89,24 @@ def _input_kernel(
         turned = first * cos - second * sin
         second = second * cos + first * sin
         first = turned
-    slot = tl.load(slot_mapping + token)
-    if not is_query:  # -1 keeps a token out of the cache. Blocks are compared: the interpreter masks with nothing else
+    first, second, rest = first.to(dtype), second.to(dtype), rest.to(dtype)
+    if is_query:
+        tl.store(row + pairs, first, mask=in_half)
+        tl.store(row + HALF + pairs, second, mask=in_half)
+        tl.store(row + others, rest, mask=in_rest)
+    else:
+        slot = tl.load(slot_mapping + token)
+        # -1 keeps a token out of the cache. Blocks are compared: the interpreter masks with nothing else.
         in_half &= pairs * 0 + slot >= 0
         in_rest &= others * 0 + slot >= 0
-    target = row
-    if not is_query:
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
         at = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
         target = key_cache + at
         if is_value:
             target = value_cache + at
-    tl.store(target + pairs, first.to(dtype), mask=in_half)
-    tl.store(target + HALF + pairs, second.to(dtype), mask=in_half)
-    tl.store(target + others, rest.to(dtype), mask=in_rest)
+        _store(target + pairs, first, in_half, FLOAT8)
+        _store(target + HALF + pairs, second, in_half, FLOAT8)
+        _store(target + others, rest, in_rest, FLOAT8)
 
 
 def attention_input(heads: Tensor, given: AttentionInput) -> Tensor:
@@ -122,6 +138,7 @@ def attention_input(heads: Tensor, given: AttentionInput) -> Tensor:
         BLOCK_REST=next_power_of_2(max(head_dim - 2 * half, 1)),
         HAS_NORM=norms is not None,
         HAS_OFFSET=norms is not None and norms.weight_offset != 0.0,
+        FLOAT8=is_float8(given.key_cache),
         num_warps=1,
         enable_fp_fusion=False,
     )

@@ -1,6 +1,7 @@
 """KV store in plain torch. Cache layout: [num_blocks, block_size, num_kv_heads, head_dim].
 
-A quantised cache is int8 and has four more bytes behind every head's integers: their scale, a float32.
+A quantised cache is int8 and has four more bytes behind every head's integers: their scale, a float32. One of e4m3
+numbers has no scale: keys and values are rounded to the nearest number within 448, what is not finite becomes NaN.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from torch import Tensor
 from kernels.checks import check_shape
 
 MAX_INTEGER = 127
+MAX_FLOAT8 = 448.0
+FLOAT8 = torch.float8_e4m3fn
 _SCALE_BYTES = 4
 
 
 def stored_dtype(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> torch.dtype:
     """The type of a cache's tensors for keys and values in `dtype`; ValueError where there is no such cache."""
-    if cache_dtype not in (None, dtype, torch.int8):
+    if cache_dtype not in (None, dtype, torch.int8, FLOAT8):
         raise ValueError(f"there is no KV cache of {cache_dtype} for keys and values in {dtype}")
     return cache_dtype or dtype
 
@@ -26,6 +29,11 @@ def stored_dtype(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> torch.d
 def is_quantized(cache: Tensor) -> bool:
     """Whether a cache tensor, in this layout or the packed one, holds integers and scales."""
     return cache.dtype is torch.int8
+
+
+def is_float8(cache: Tensor) -> bool:
+    """Whether a cache tensor, in whatever layout, holds e4m3 numbers."""
+    return cache.dtype is FLOAT8
 
 
 def row_width(head_dim: int, dtype: torch.dtype) -> int:
@@ -70,10 +78,20 @@ def store_kv(
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     for x, cache in ((key[kept], key_cache), (value[kept], value_cache)):
-        cache.view(-1, *cache.shape[2:])[slots] = _rows(x) if is_quantized(cache) else x.to(cache.dtype)
+        cache.view(-1, *cache.shape[2:])[slots] = _rows(x, cache)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x [..., head_dim] -> rows [..., head_dim + 4] of a quantised cache."""
+def to_float8(x: Tensor) -> Tensor:
+    """To the nearest e4m3 number; see above."""
+    wide = x.float()
+    return wide.clamp(-MAX_FLOAT8, MAX_FLOAT8).where(wide.isfinite(), math.nan).to(FLOAT8)
+
+
+def _rows(x: Tensor, cache: Tensor) -> Tensor:
+    """x [..., head_dim] -> rows [..., row_width] of the cache."""
+    if is_float8(cache):
+        return to_float8(x)
+    if not is_quantized(cache):
+        return x.to(cache.dtype)
     integers, scales = quantize(x)
     return torch.cat((integers, scales.contiguous().view(torch.int8)), -1)

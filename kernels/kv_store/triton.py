@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kv_store.reference import is_float8
+from kernels.triton_float8 import to_float8
 from kernels.triton_launch import next_power_of_2, warps_for
 
 
@@ -26,6 +28,7 @@ def _store_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -38,8 +41,10 @@ def _store_kernel(
     cache_at = row * HEAD_DIM + dims
     keys = tl.load(key + token * key_stride + heads * key_head_stride + dims, mask=mask)
     values = tl.load(value + token * value_stride + heads * value_head_stride + dims, mask=mask)
-    tl.store(key_cache + cache_at, keys.to(key_cache.dtype.element_ty), mask=mask)
-    tl.store(value_cache + cache_at, values.to(value_cache.dtype.element_ty), mask=mask)
+    if FLOAT8:
+        keys, values = to_float8(keys.to(tl.float32)), to_float8(values.to(tl.float32))
+    tl.store(key_cache + cache_at, keys, mask=mask)
+    tl.store(value_cache + cache_at, values, mask=mask)
 
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -63,6 +68,7 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         HEAD_DIM=head_dim,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
+        FLOAT8=is_float8(key_cache),
         num_warps=warps_for(block_h * block_d),
         enable_fp_fusion=False,
     )

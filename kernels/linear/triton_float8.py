@@ -1,9 +1,5 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Rows rounded to eight-bit floating point (e4m3) in Triton, each by itself: `reference.round_to_float8` says to what.
-
-Numbers are rounded by integer arithmetic, in the interpreter as on every GPU: no instruction's treatment of ties, small
-numbers or overflow matters.
-"""
+"""Rows rounded to eight-bit floating point in Triton, each by itself: `reference.round_to_float8` says to what."""
 
 from __future__ import annotations
 
@@ -13,29 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.linear.reference import LARGEST_FLOAT8, SMALLEST_NUMBER
+from kernels.triton_float8 import float8_bits
 from kernels.triton_launch import next_power_of_2, warps_for
 
 _BLOCK = 4096
-
-
-@triton.jit
-def _float8_bits(value):
-    """The e4m3 number next to each float32 within 448, of two the even one: its bits, uint8."""
-    magnitude = tl.abs(value)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    # 20 bits are dropped, and the exponent's bias goes from 127 to 7.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2 ** -6 numbers are multiples of 2 ** -9, which is one bit of a float32 of 2 ** 14 and some.
-    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    sign = (value.to(tl.int32, bitcast=True) >> 24) & 128
-    return (tl.where(magnitude < 0.015625, small, normal) | sign).to(tl.uint8)
-
-
-@triton.jit
-def float8_value(number):
-    """float8 -> float32, for the interpreter, which has no such products."""
-    bits = number.to(tl.uint8, bitcast=True).to(tl.int32)
-    return (((bits & 127) << 20) | ((bits & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
 
 
 @triton.jit
@@ -66,7 +43,7 @@ def _round_rows_kernel(
         columns = first + tl.arange(0, BLOCK)
         value = tl.load(x + row * x_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
         value = tl.where(tl.abs(value) < float("inf"), value, 0.0) * inverse
-        number = _float8_bits(tl.minimum(tl.maximum(value, -LARGEST), LARGEST)).to(tl.float8e4nv, bitcast=True)
+        number = float8_bits(tl.minimum(tl.maximum(value, -LARGEST), LARGEST)).to(tl.float8e4nv, bitcast=True)
         tl.store(numbers + row * K + columns, number, mask=columns < K)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_float8 import float8_value
+from kernels.triton_float8 import float8_value
 
 
 @triton.jit

@@ -32,7 +32,9 @@ class AttentionArguments(ctypes.Structure):
 def attention_arguments(
     query: Tensor, out: Tensor, key_cache: Tensor, value_cache: Tensor, params: AttentionParams
 ) -> AttentionArguments:
-    """For the kernel, but for the sequences; the caller keeps the tensors."""
+    """For the kernel, but for the sequences; the caller keeps the tensors. Raises ValueError for sinks."""
+    if params.sinks is not None:
+        raise ValueError("kernel backend 'cpu' has no attention sinks")
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, padded_dim = cache_geometry(value_cache)
     return AttentionArguments(

@@ -62,4 +62,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     scores = torch.einsum("hgd,shd->hgs", grouped, keys.double()) * params.scale
     if params.soft_cap is not None:
         scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
-    return torch.einsum("hgs,shd->hgd", scores.softmax(-1), values.double()).reshape(num_heads, head_dim)
+    if params.sinks is not None:  # one more key, without a value
+        sinks = params.sinks.double().view(num_kv_heads, -1, 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hgs,shd->hgd", weights, values.double()).reshape(num_heads, head_dim)

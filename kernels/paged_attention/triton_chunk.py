@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton_float8 import float8_value
 from kernels.triton_launch import next_power_of_2
 
 CHUNK = 256  # tokens; a constant, since the bits depend on it
@@ -52,6 +53,7 @@ def _attend_tile(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    FLOAT8: tl.constexpr,  # keys and values are e4m3 numbers
     MASKED: tl.constexpr,  # False: every row sees every position of the tile. It changes no bits where that is so
     INTERPRETED: tl.constexpr,
 ):
@@ -71,8 +73,12 @@ def _attend_tile(
         key_mask, value_mask = key_mask & readable[None, :], value_mask & readable[:, None]
     keys = tl.load(key_head + slots[None, :] + dims[:, None], mask=key_mask, other=0.0)
     values = tl.load(value_head + slots[:, None] + dims[None, :], mask=value_mask, other=0.0)
-    if INTERPRETED:  # the interpreter multiplies the raw bits of bf16 operands
+    if FLOAT8 and INTERPRETED:
+        query, keys, values = query.to(tl.float32), float8_value(keys), float8_value(values)
+    elif INTERPRETED:  # the interpreter multiplies the raw bits of bf16 operands
         query, keys, values = query.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
+    else:  # every e4m3 number is one of every activation's type
+        keys, values = keys.to(dtype), values.to(dtype)
 
     scores = tl.dot(query, keys, input_precision="ieee") * scale
     if HAS_SOFT_CAP:
@@ -117,6 +123,7 @@ def attend_chunk(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 = off
     HAS_SOFT_CAP: tl.constexpr,
+    FLOAT8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Online softmax over positions [first, end) of one chunk: whole tiles that all rows see, then those with a mask.
@@ -133,12 +140,12 @@ def attend_chunk(
         for start in range(first, masked_from, TILE):
             maximum, sums, acc = _attend_tile(
                 query, positions, key_head, value_head, block_row, start, low, end, scale, soft_cap, maximum, sums, acc,
-                BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE, 0, HAS_SOFT_CAP, False, INTERPRETED,
+                BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE, 0, HAS_SOFT_CAP, FLOAT8, False, INTERPRETED,
             )  # fmt: skip
     for start in range(masked_from, end, TILE):
         maximum, sums, acc = _attend_tile(
             query, positions, key_head, value_head, block_row, start, low, end, scale, soft_cap, maximum, sums, acc,
-            BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE, WINDOW, HAS_SOFT_CAP, True, INTERPRETED,
+            BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE, WINDOW, HAS_SOFT_CAP, FLOAT8, True, INTERPRETED,
         )  # fmt: skip
     return maximum, tl.max(sums, axis=1), acc
 
@@ -160,6 +167,20 @@ def merge_chunk(maximum, total, acc, chunk_max, chunk_total, chunk_acc):
 
 
 @triton.jit
-def normalise(acc, total):
-    """acc [rows, BLOCK_D] / total [rows]; rows that saw no key become 0."""
+def normalise(
+    maximum,  # [rows], in units of log2
+    total,  # [rows]
+    acc,  # [rows, BLOCK_D]
+    sink_at,  # pointers to the rows' sinks, where HAS_SINKS
+    mask,  # [rows]
+    HAS_SINKS: tl.constexpr,
+):
+    """acc / total; rows that saw no key become 0. A sink is the score of one more key, which has no value."""
+    if HAS_SINKS:
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        sink = tl.load(sink_at, mask=mask, other=0.0) * LOG2_E
+        base = softmax_base(tl.maximum(maximum, sink))
+        kept = tl.exp2(maximum - base)
+        total = tl.fma(total, kept, tl.exp2(sink - base))
+        acc = acc * kept[:, None]
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]

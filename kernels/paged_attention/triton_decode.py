@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata, AttentionParams
+from kernels.kv_store.reference import is_float8
 from kernels.paged_attention.triton_chunk import CHUNK, attend_chunk, merge_chunk, normalise, tile_tokens
-from kernels.triton_launch import INTERPRETED, next_power_of_2, num_processors
+from kernels.triton_launch import INTERPRETED, has_dependent_launch, next_power_of_2, num_processors
 
 # Partial results of one launch: this, or so much of a GPU's memory. More sequences than are sure to fit go into further
 # launches, which changes no bits.
@@ -75,6 +76,7 @@ def _decode_kernel(
     seq_lens,  # [num_seqs] int32
     starts,  # [num_seqs + 1] int32: see `_list_kernel`
     items,  # [capacity] int32
+    sinks,  # [num_heads] float32 where HAS_SINKS
     out,  # [num_seqs, num_heads, head_dim]
     partial_acc,  # [capacity, num_heads, head_dim] float32
     partial_stats,  # [capacity, num_heads, 2] float32: maximum, total
@@ -96,8 +98,13 @@ def _decode_kernel(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # the next kernel may start already, and wait
     INTERPRETED: tl.constexpr,
 ):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(1)
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
@@ -127,13 +134,15 @@ def _decode_kernel(
             TILE,
             WINDOW,
             HAS_SOFT_CAP,
+            FLOAT8,
             INTERPRETED,
         )
         if _num_chunks(seq_len, low, CHUNK) == 1:  # the only chunk: nothing to merge
             out_at = out + seq * out_stride + heads[:, None] * out_head_stride + dims[None, :]
-            tl.store(out_at, normalise(acc, total).to(out.dtype.element_ty), mask=mask)
+            result = normalise(maximum, total, acc, sinks + heads, rows < GROUP, HAS_SINKS)
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=mask)
         else:
-            slot = item.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+            slot = tl.cast(item, tl.int64) * (NUM_KV_HEADS * GROUP) + heads
             tl.store(partial_acc + slot[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
             tl.store(partial_stats + slot * 2, maximum, mask=rows < GROUP)
             tl.store(partial_stats + slot * 2 + 1, total, mask=rows < GROUP)
@@ -144,13 +153,18 @@ def _merge_kernel(
     partial_acc,  # [capacity, num_heads, head_dim] float32
     partial_stats,  # [capacity, num_heads, 2] float32
     starts,  # [num_seqs + 1] int32
+    sinks,  # [num_heads] float32 where HAS_SINKS
     out,  # [num_seqs, num_heads, head_dim]
     out_stride,
     out_head_stride,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     first_item, end_item = tl.load(starts + seq), tl.load(starts + seq + 1)
@@ -162,13 +176,14 @@ def _merge_kernel(
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
     for item in tl.range(first_item, end_item, num_stages=4):
-        slot = item.to(tl.int64) * NUM_HEADS + head + row
+        slot = tl.cast(item, tl.int64) * NUM_HEADS + head + row
         chunk_acc = tl.load(partial_acc + slot[:, None] * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
         chunk_max = tl.load(partial_stats + slot * 2)
         chunk_total = tl.load(partial_stats + slot * 2 + 1)
         maximum, total, acc = merge_chunk(maximum, total, acc, chunk_max, chunk_total, chunk_acc)
     out_at = out + seq * out_stride + head * out_head_stride + dims
-    tl.store(out_at, normalise(acc, total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    result = normalise(maximum, total, acc, sinks + head + row, row == 0, HAS_SINKS)
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +216,8 @@ class WorkList:
 
 def max_chunks(max_seq_len: int, window: int) -> int:
     """The most that one sequence has."""
-    chunks = triton.cdiv(max_seq_len, CHUNK)
-    return max(min(chunks, triton.cdiv(window, CHUNK) + 1) if window else chunks, 1)
+    chunks = -(-max_seq_len // CHUNK)
+    return max(min(chunks, -(-window // CHUNK) + 1) if window else chunks, 1)
 
 
 def decode_attention(
@@ -260,6 +275,7 @@ def _launch(
         seq_lens,
         work.starts,
         work.items,
+        out if params.sinks is None else params.sinks,
         out,
         partial_acc,
         partial_stats,
@@ -281,33 +297,42 @@ def _launch(
         CHUNK=CHUNK,
         WINDOW=window,
         HAS_SOFT_CAP=params.soft_cap is not None,
+        HAS_SINKS=params.sinks is not None,
+        FLOAT8=is_float8(caches[0]),
+        DEPENDENT=is_merged and has_dependent_launch(query.device),
         INTERPRETED=INTERPRETED,
         num_warps=4,
         enable_fp_fusion=False,
         num_stages=3,
     )
     if is_merged:
-        _launch_merge(partial_acc, partial_stats, work.starts, out)
+        _launch_merge(partial_acc, partial_stats, work.starts, params.sinks, out)
 
 
 def _launch_merge(
     partial_acc: Tensor,  # [capacity, num_heads, head_dim] float32
     partial_stats: Tensor,  # [capacity, num_heads, 2] float32
     starts: Tensor,  # [num_seqs + 1] int32
+    sinks: Tensor | None,  # [num_heads] float32
     out: Tensor,  # [num_seqs, num_heads, head_dim]
 ) -> None:
     """Reduce the chunks of every row in their order."""
     num_seqs, num_heads, head_dim = out.shape
+    dependent = has_dependent_launch(out.device)
     _merge_kernel[(num_seqs, num_heads)](
         partial_acc,
         partial_stats,
         starts,
+        out if sinks is None else sinks,
         out,
         out.stride(0),
         out.stride(1),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim, 16),
+        HAS_SINKS=sinks is not None,
+        DEPENDENT=dependent,
         num_warps=1,
         enable_fp_fusion=False,
+        **({"launch_pdl": True} if dependent else {}),
     )

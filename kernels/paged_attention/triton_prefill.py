@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata, AttentionParams
+from kernels.kv_store.reference import is_float8
 from kernels.paged_attention.triton_chunk import CHUNK, attend_chunk, merge_chunk, normalise, tile_tokens
 from kernels.triton_launch import INTERPRETED, next_power_of_2
 
@@ -50,6 +51,7 @@ def _prefill_kernel(
     block_table,  # [num_seqs, max_blocks] int32
     seq_lens,  # [num_seqs] int32
     query_start_loc,  # [num_seqs + 1] int32, into the rows of query
+    sinks,  # [num_heads] float32 where HAS_SINKS
     out,  # [num_tokens, num_heads, head_dim]
     query_stride,
     query_head_stride,
@@ -71,6 +73,8 @@ def _prefill_kernel(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    FLOAT8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = ROWS // GROUP_PADDED
@@ -119,11 +123,13 @@ def _prefill_kernel(
             TILE,
             WINDOW,
             HAS_SOFT_CAP,
+            FLOAT8,
             INTERPRETED,
         )
         maximum, total, acc = merge_chunk(maximum, total, acc, chunk_max, chunk_total, chunk_acc)
     out_at = out + tokens[:, None] * out_stride + heads[:, None] * out_head_stride + dims[None, :]
-    tl.store(out_at, normalise(acc, total).to(out.dtype.element_ty), mask=mask)
+    result = normalise(maximum, total, acc, sinks + heads, rows % GROUP_PADDED < GROUP, HAS_SINKS)
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=mask)
 
 
 def prefill_attention(
@@ -152,6 +158,7 @@ def prefill_attention(
         block_table,
         metadata.seq_lens[metadata.num_decodes :],
         metadata.query_start_loc[metadata.num_decodes :],
+        out if params.sinks is None else params.sinks,
         out,
         query.stride(0),
         query.stride(1),
@@ -173,6 +180,8 @@ def prefill_attention(
         CHUNK=CHUNK,
         WINDOW=params.sliding_window or 0,
         HAS_SOFT_CAP=params.soft_cap is not None,
+        HAS_SINKS=params.sinks is not None,
+        FLOAT8=is_float8(caches[0]),
         INTERPRETED=INTERPRETED,
         num_warps=4 if head_dim <= 128 and query.element_size() == 2 else 8,
         enable_fp_fusion=False,

@@ -214,6 +214,8 @@ def _kv_token_bytes(config: ServeConfig) -> int:
         return 0  # `model` reports what is wrong with it; some have heads for each layer
     if config.cache.kv_cache_dtype == "int8":
         return vectors * (dim + 4)  # a scale in float32 for each
+    if config.cache.kv_cache_dtype == "fp8":
+        return vectors * dim
     dtype = config.model.dtype if config.model.dtype != "auto" else sizes.get("dtype") or sizes.get("torch_dtype")
     return vectors * dim * (2 if dtype in ("float16", "bfloat16") else 4)
 

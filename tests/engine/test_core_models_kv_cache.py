@@ -120,7 +120,11 @@ def test_kernels_without_such_a_cache_when_checked_then_config_error_and_none_el
         name = "triton"
 
     triton: KernelBackend = Triton()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 runs on CPUs only so far"):
-        check_kv_cache(CacheConfig(kv_cache_dtype="int8"), triton)
-    check_kv_cache(CacheConfig(), triton)
-    check_kv_cache(CacheConfig(kv_cache_dtype="int8"), CpuBackend())
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 runs on CPUs only so far; fp8 runs on GPUs"):
+        check_kv_cache(CacheConfig(kv_cache_dtype="int8"), triton, CPU)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 runs on GPUs only"):
+        check_kv_cache(CacheConfig(kv_cache_dtype="fp8"), CpuBackend(), CPU)
+    for dtype in ("auto", "fp8"):
+        check_kv_cache(CacheConfig(kv_cache_dtype=dtype), triton, CPU)
+    for dtype in ("auto", "int8"):
+        check_kv_cache(CacheConfig(kv_cache_dtype=dtype), CpuBackend(), CPU)

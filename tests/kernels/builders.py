@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata, AttentionParams, KernelBackend, SamplingTensors
+from kernels.kv_store.reference import to_float8
 from kernels.reference_backend import ReferenceBackend
 
 # Largest |got - wanted| / (1 + |wanted|). The interpreter truncates where hardware rounds fp32 to bf16, hence two ulps.
@@ -30,6 +31,7 @@ class Heads:
     dim: int = 32
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    is_float8: bool = False  # the cache's numbers; keys and values are such numbers then
 
 
 class Context:
@@ -44,8 +46,13 @@ class Context:
         self.heads = heads
         self.device = device
         self.seq_lens = list(seq_lens)
-        self.keys = [normal(length, heads.kv) for length in seq_lens]
-        self.values = [normal(length, heads.kv) for length in seq_lens]
+
+        def stored(length: int) -> Tensor:
+            x = normal(length, heads.kv)
+            return to_float8(x).to(heads.dtype) if heads.is_float8 else x
+
+        self.keys = [stored(length) for length in seq_lens]
+        self.values = [stored(length) for length in seq_lens]
         self.queries = [normal(length, heads.kv * heads.group) for length in seq_lens]
         self.max_blocks = max(-(-length // heads.block_size) for length in seq_lens) + 1
         self.num_blocks = self.max_blocks * len(self.seq_lens)
@@ -66,9 +73,10 @@ class Context:
                 offsets = torch.arange(len(tensor), device=self.device)
                 blocks = self.block_table[seq, offsets // heads.block_size].long()
                 cache[blocks, offsets % heads.block_size] = tensor
-        if backend.name == "triton":
-            return caches[0].transpose(1, 2).contiguous(), caches[1].transpose(1, 2).contiguous()
-        return caches
+        if backend.name != "triton":
+            return caches
+        keys, values = caches[0].transpose(1, 2).contiguous(), caches[1].transpose(1, 2).contiguous()
+        return (to_float8(keys), to_float8(values)) if heads.is_float8 else (keys, values)
 
     def step(self, spans: Sequence[tuple[int, int, int]], num_decodes: int) -> tuple[Tensor, AttentionMetadata]:
         """Query rows and metadata of one step; a span is (sequence, first position, end position)."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from kernels.backend import (
     PersistentRows,
 )
 from kernels.linear.schemes import FLOAT8, INT4, INT8, IntegerWeight
+from kernels.paged_attention import triton_decode
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import sampling_tensors
 
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -93,11 +95,18 @@ def _launch_everything(backend: TritonBackend) -> None:
     starts, lengths = torch.tensor([0, 1, 9], dtype=torch.int32), torch.tensor([500, 500], dtype=torch.int32)
     metadata = AttentionMetadata(starts, lengths, torch.zeros(2, 40, dtype=torch.int32), 1, 8, 500)
     backend.paged_attention(heads, *caches, metadata, AttentionParams(0.1, sliding_window=400, soft_cap=2.0))
+    backend.paged_attention(heads, *caches, metadata, AttentionParams(0.1, sinks=torch.zeros(6)))
+    small = backend.allocate_kv_cache(2, 16, 2, 64, dtype, cpu, torch.float8_e4m3fn)
+    backend.paged_attention(heads, *small, metadata, AttentionParams(0.1))
+    backend.store_kv(kv_heads, kv_heads, *small, positions)
     given = AttentionInput(
         6, HeadNorms(torch.zeros(64, dtype=dtype), torch.zeros(64, dtype=dtype), 1e-6, 0.0), positions,
         torch.zeros(4, 2, 24), *caches, positions,
     )  # fmt: skip
     backend.attention_input(torch.zeros(9, 10, 64, dtype=dtype), given)
+    backend.attention_input(
+        torch.zeros(9, 10, 64, dtype=dtype), replace(given, key_cache=small[0], value_cache=small[1])
+    )
     backend.store_kv(kv_heads, kv_heads, *caches, positions)
     backend.rotary(heads, kv_heads, positions, torch.zeros(4, 2, 32))
     backend.add_rms_norm(heads[0], heads[1], torch.zeros(64, dtype=dtype), 1e-6)
@@ -125,5 +134,6 @@ def _launch_everything(backend: TritonBackend) -> None:
 
 if __name__ == "__main__":
     JITFunction.run = _compile
+    triton_decode.has_dependent_launch = lambda device: True  # it asks a device
     _launch_everything(TritonBackend(torch.device("cuda")))
     print(json.dumps({name: sorted(found) for name, found in _instructions.items()}))

@@ -17,6 +17,7 @@ from tests.kernels.builders import Context, Heads, assert_close
 pytestmark = pytest.mark.stage0
 LENGTHS = [1, 15, 16, 17, 63, 100, 300]
 PLAIN = AttentionParams(0.3)
+SINKS = torch.tensor([0.5, 9.0, -200.0])  # as the others, above all scores, of no weight
 
 
 @pytest.fixture
@@ -38,6 +39,10 @@ def _decodes(lengths: list[int]) -> list[tuple[int, int, int]]:
         (Heads(group=3, kv=1, block_size=128), AttentionParams(0.5, soft_cap=0.7)),
         (Heads(group=4, kv=1, dtype=torch.bfloat16), AttentionParams(0.3, sliding_window=100)),
         (Heads(group=1, kv=1, dim=80, dtype=torch.float16), PLAIN),
+        (Heads(group=3, kv=1, is_float8=True), PLAIN),
+        (Heads(group=1, kv=1, dim=16, dtype=torch.bfloat16, is_float8=True), AttentionParams(0.5, sliding_window=20)),
+        (Heads(group=1, kv=2, dim=16), AttentionParams(0.5, sinks=SINKS[:2])),
+        (Heads(group=3, kv=1, dtype=torch.bfloat16), AttentionParams(0.3, sliding_window=100, sinks=SINKS)),
     ],
 )
 def test_decode_of_odd_lengths_equals_float64(
@@ -56,6 +61,8 @@ def test_decode_of_odd_lengths_equals_float64(
         (Heads(group=1, kv=2, dim=80), AttentionParams(0.3, sliding_window=30, soft_cap=2.0)),
         (Heads(group=4, kv=1, dim=16, block_size=64), AttentionParams(0.5, sliding_window=270)),
         (Heads(group=4, kv=1, dim=32, dtype=torch.bfloat16), PLAIN),
+        (Heads(group=2, kv=1, dim=16, dtype=torch.bfloat16, is_float8=True), PLAIN),
+        (Heads(group=3, kv=1, dim=16), AttentionParams(0.5, soft_cap=3.0, sinks=SINKS)),
     ],
 )
 def test_mixed_decode_and_prefill_equal_float64(
@@ -67,8 +74,15 @@ def test_mixed_decode_and_prefill_equal_float64(
     assert_close(got, context.oracle(spans, params), heads.dtype)
 
 
-@pytest.mark.parametrize("heads", [Heads(group=3, kv=1), Heads(group=1, kv=1, dtype=torch.bfloat16)])
-@pytest.mark.parametrize("params", [PLAIN, AttentionParams(0.3, sliding_window=40)])
+@pytest.mark.parametrize(
+    ("heads", "params"),
+    [
+        (Heads(group=3, kv=1), PLAIN),
+        (Heads(group=1, kv=1, dtype=torch.bfloat16), AttentionParams(0.3, sliding_window=40)),
+        (Heads(group=3, kv=1, dtype=torch.bfloat16), AttentionParams(0.3, sinks=SINKS)),
+        (Heads(group=1, kv=1, is_float8=True), PLAIN),
+    ],
+)
 def test_a_prompt_in_any_chunking_gives_the_same_bits(
     triton_backend: KernelBackend, device: torch.device, heads: Heads, params: AttentionParams
 ) -> None:
@@ -100,6 +114,28 @@ def test_decode_over_several_launches_gives_the_same_bits(
     once = context.attend(triton_backend, spans, 3, PLAIN)
     monkeypatch.setattr(triton_decode, "_SCRATCH_BYTES", 1)
     assert torch.equal(context.attend(triton_backend, spans, 3, PLAIN), once)
+
+
+def test_a_list_of_work_when_made_then_it_names_every_chunk_that_is_seen_in_order(device: torch.device) -> None:
+    seq_lens = torch.tensor([1, 256, 257, 0, 1500], dtype=torch.int32, device=device)
+    work = triton_decode.WorkList.of(seq_lens, 2000, 0)
+    assert work.starts.tolist() == [0, 1, 2, 4, 5, 11]
+    assert work.items[:11].tolist() == [0, 1, 2, 2, 3, 4, 4, 4, 4, 4, 4]
+    assert len(work.items) == 5 * 8
+    work = triton_decode.WorkList.of(seq_lens, 2000, 300)  # 1,200 and on of the last, from 0 or less of the others
+    assert work.starts.tolist() == [0, 1, 2, 4, 5, 7]
+    assert work.items[:7].tolist() == [0, 1, 2, 2, 3, 4, 4]
+
+
+def test_decodes_when_no_program_is_left_for_each_item_then_each_does_several_with_the_same_bits(
+    triton_backend: KernelBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = Context([600, 17, 280], Heads(kv=1, dim=16), device)
+    spans = _decodes(context.seq_lens)
+    many = context.attend(triton_backend, spans, 3, PLAIN)
+    monkeypatch.setattr(triton_decode, "_PROGRAMS_PER_PROCESSOR", 1)
+    monkeypatch.setattr(triton_decode, "num_processors", lambda device: 2)
+    assert torch.equal(context.attend(triton_backend, spans, 3, PLAIN), many)
 
 
 def test_padding_rows_of_length_zero_become_zero(triton_backend: KernelBackend, device: torch.device) -> None:
@@ -161,5 +197,7 @@ def test_wrong_shapes_are_refused(triton_backend: KernelBackend, device: torch.d
         attend(query, key_cache, value_cache, replace(metadata, seq_lens=metadata.seq_lens.repeat(2)), PLAIN)
     with pytest.raises(ValueError, match="contiguous in its last dimension"):
         attend(query.transpose(0, 2).contiguous().transpose(0, 2), key_cache, value_cache, metadata, PLAIN)
+    with pytest.raises(ValueError, match="sinks must have shape"):
+        attend(query, key_cache, value_cache, metadata, AttentionParams(0.3, sinks=SINKS[:2]))
     with pytest.raises(ValueError, match="power of two and at least 16"):
         triton_backend.allocate_kv_cache(2, 24, 1, 16, torch.float32, device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +13,8 @@ pytest.importorskip("triton")
 
 from kernels.attention_input.reference import attention_input as one_by_one
 from kernels.backend import AttentionInput, HeadNorms
+from kernels.kv_store.reference import to_float8
+from kernels.reference_backend import ReferenceBackend
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import assert_close
 
@@ -88,6 +93,42 @@ def test_a_projection_when_prepared_then_as_the_kernels_do_one_by_one(device: to
     assert_close(backend.attention_input(heads, given), one_by_one(backend, other, also), torch.float32)
     stored = ~also.key_cache.isnan()
     assert_close(given.key_cache[stored], also.key_cache[stored], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_cache_of_e4m3_when_stored_into_then_its_numbers_are_those_of_the_plain_one_rounded(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    backend = TritonBackend(device)
+    heads, given = make(SHAPES[0], dtype, device, offset=0.0)
+    heads[0, 6:] *= 1000.0  # values beyond the largest number
+    heads[1, 6, 0], heads[1, 6, 1], heads[2, 7, 3] = math.inf, -math.inf, math.nan
+    caches = [to_float8(torch.full_like(given.key_cache, math.nan)) for _ in range(2)]
+    small = replace(given, key_cache=caches[0], value_cache=caches[1])
+    other = heads.clone()
+    assert torch.equal(backend.attention_input(other, small), backend.attention_input(heads, given))
+    for cache, plain in ((caches[0], given.key_cache), (caches[1], given.value_cache)):
+        assert torch.equal(cache.view(torch.uint8) & 127, to_float8(plain).view(torch.uint8) & 127)
+        finite = plain.isfinite()
+        assert torch.equal(cache.float()[finite], to_float8(plain).float()[finite])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_keys_and_values_when_stored_by_themselves_as_e4m3_then_as_the_reference_does(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(TOKENS, 2, 24, generator=generator).to(device, dtype) * 300 for _ in range(2))
+    key[0, 0, 0], value[1, 1, 5] = math.nan, math.inf
+    slots = torch.tensor([0, 17, 47, -1, 18], device=device)
+    caches = TritonBackend(device).allocate_kv_cache(BLOCKS, BLOCK, 2, 24, dtype, device, torch.float8_e4m3fn)
+    wanted = ReferenceBackend().allocate_kv_cache(BLOCKS, BLOCK, 2, 24, dtype, device, torch.float8_e4m3fn)
+    TritonBackend(device).store_kv(key, value, *caches, slots)
+    ReferenceBackend().store_kv(key, value, *wanted, slots)
+    for cache, other in zip(caches, wanted, strict=True):
+        got = cache.transpose(1, 2).contiguous().view(torch.uint8)
+        assert torch.equal(got & 127, other.view(torch.uint8) & 127)
+        assert torch.equal(got[other.float() < 0] >> 7, torch.ones_like(got[other.float() < 0]))
 
 
 def test_a_token_when_it_stands_among_others_then_it_has_the_same_bits_as_alone(device: torch.device) -> None:

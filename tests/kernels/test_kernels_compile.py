@@ -34,6 +34,7 @@ def test_every_kernel_compiles_for_hopper_and_exact_attention_uses_one_instructi
         "_input_kernel",
         "_decode_kernel",
         "_merge_kernel",
+        "_list_kernel",
         "_prefill_kernel",
         "_store_kernel",
         "_rotary_kernel",

@@ -55,6 +55,9 @@ def test_given_quantisation_when_checked_with_a_device_without_it_then_it_is_ref
     check(build_config({"kv_cache_dtype": "int8", "device": "cpu"}))
     with pytest.raises(ConfigError, match="--kv-cache-dtype int8 runs on CPUs only so far"):
         check(build_config({"kv_cache_dtype": "int8", "device": "cuda"}))
+    check(build_config({"kv_cache_dtype": "fp8", "device": "cuda"}))
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 runs on GPUs only"):
+        check(build_config({"kv_cache_dtype": "fp8", "device": "cpu"}))
 
 
 @pytest.mark.parametrize(

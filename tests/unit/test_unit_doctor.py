@@ -49,7 +49,8 @@ def test_a_checkout_that_is_not_installed_when_the_doctor_looks_then_it_only_war
 
 def test_the_kv_cache_when_the_doctor_looks_at_memory_then_it_tells_what_tokens_take() -> None:
     vectors = 2 * 6 * 2  # keys and values, layers, heads
-    for dtype, kv_cache_dtype, width in (("auto", "auto", 128), ("float32", "auto", 256), ("auto", "int8", 68)):
+    widths = (("auto", "auto", 128), ("float32", "auto", 256), ("auto", "int8", 68), ("auto", "fp8", 64))
+    for dtype, kv_cache_dtype, width in widths:
         config = build_config({"dtype": dtype, "kv_cache_dtype": kv_cache_dtype})
         expected = f"1000 tokens of the KV cache about {1000 * vectors * width / MIB:.1f} MiB"
         assert doctor.memory(config).finding.endswith(expected)
