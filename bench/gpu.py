@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STAGES = ("env", "correct", "attention", "gemm", "job")
+STAGES = ("env", "correct", "sanitizer", "attention", "prefill", "sampler", "gemm", "job", "exact")
+
+
+_EXACT_SECONDS, _SANITIZER_SECONDS = 300.0, 120.0
 
 
 @dataclass
@@ -99,15 +104,31 @@ def correct(run: Run) -> None:
     import pytest
 
     tests = Path(__file__).resolve().parents[1] / "tests" / "kernels"
-    files = ["test_kernels_attention.py", "test_kernels_triton_linear.py", "test_kernels_sampling.py",
-             "test_kernels_elementwise.py"]  # fmt: skip
-    chosen = [str(tests / name) for name in (files[1:2] if run.is_toy else files)]
+    files = ["triton_linear", "attention", "attention_input", "decode_inputs", "elementwise", "sampling",
+             "triton_float8", "triton_gate_up", "triton_integers"]  # fmt: skip
+    chosen = [str(tests / f"test_kernels_{name}.py") for name in (files[:1] if run.is_toy else files)]
     few = ["-k", "stride or four_bits or not_finite"] if run.is_toy else []
     began = time.perf_counter()
     status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *few, *chosen])
     if status:
         raise SystemExit(f"the tests of the kernels failed ({status}): nothing is timed")
     run.add("correct", "tests of the kernels", "passed", seconds=time.perf_counter() - began)
+
+
+def sanitizer(run: Run) -> None:
+    """Tests of attention under NVIDIA's memory checker, where it is installed."""
+    program = shutil.which("compute-sanitizer")
+    if run.is_toy or program is None:
+        run.add("sanitizer", "attention", "left out: no compute-sanitizer")
+        return
+    tests = Path(__file__).resolve().parents[1] / "tests" / "kernels" / "test_kernels_attention.py"
+    command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", str(tests),
+               "-k", "mixed_decode or several_launches or padding_rows"]  # fmt: skip
+    began = time.perf_counter()
+    status = subprocess.run(command, check=False, timeout=_SANITIZER_SECONDS).returncode
+    if status:
+        raise SystemExit(f"attention is not clean ({status})")
+    run.add("sanitizer", "attention", "clean", seconds=time.perf_counter() - began)
 
 
 def attention(run: Run) -> None:
@@ -120,6 +141,31 @@ def attention(run: Run) -> None:
             rate = num_bytes / timing.median
             share = rate / run.peak["copy"] if "copy" in run.peak else float("nan")
             run.add("attention", name, who, us=timing.median * 1e6, TB_s=rate / 1e12, of_copy=share)
+
+
+def prefill(run: Run) -> None:
+    """Prefill attention of the same heads: all of a prompt, and the end of one."""
+    from bench.gpu_kernels import PREFILLS, TOY_PREFILLS, prefill_calls
+
+    for name, (batch, queries, length) in (TOY_PREFILLS if run.is_toy else PREFILLS).items():
+        calls, operations = prefill_calls(batch, queries, length, run.device, is_toy=run.is_toy)
+        for who, timing in run.clock.compare(calls).items():
+            rate = operations / timing.median
+            share = rate / run.peak["matmul"] if "matmul" in run.peak else float("nan")
+            run.add("prefill", name, who, us=timing.median * 1e6, TFLOP_s=rate / 1e12, of_matmul=share)
+
+
+def sampler(run: Run) -> None:
+    """Sampling from whole vocabularies, plain and with top-k and top-p."""
+    from bench.gpu_kernels import SAMPLED_ROWS, TOY_SAMPLED_ROWS, TOY_VOCAB, VOCAB
+    from bench.gpu_peers import sampler_calls
+
+    for rows in TOY_SAMPLED_ROWS if run.is_toy else SAMPLED_ROWS:
+        for filtered in (False, True):
+            calls = sampler_calls(rows, TOY_VOCAB if run.is_toy else VOCAB, run.device, filtered=filtered)
+            for who, timing in run.clock.compare(calls).items():
+                name = f"{rows} rows, {'top-k and top-p' if filtered else 'temperature'}"
+                run.add("sampler", name, who, us=timing.median * 1e6)
 
 
 def gemm(run: Run) -> None:
@@ -144,7 +190,7 @@ def gemm(run: Run) -> None:
 
 def job(run: Run) -> None:
     """Whole offline jobs with random weights: so many sequences at once, and the mean step of a decode at a context."""
-    from bench.gpu_jobs import JOBS, TOY_JOBS, run_job
+    from bench.gpu_jobs import JOBS, TOY_JOBS, run_job, run_transformers
     from bench.make_checkpoint import SHAPES, make_checkpoint
 
     for shape in run.shapes:
@@ -154,14 +200,33 @@ def job(run: Run) -> None:
                 who = "deterministic" if deterministic else "normal"
                 for name, figures in run_job(folder, TOY_JOBS if run.is_toy else JOBS, deterministic, run.is_toy):
                     run.add("job", f"{shape}: {name}", who, **figures)
+            name, figures = run_transformers(folder, run.device)
+            run.add("job", f"{shape}: {name}", "transformers", **figures)
+
+
+def exact(run: Run) -> None:
+    """The exactness matrix in deterministic mode: tokens of one request in every batch, chunking and cache."""
+    if run.is_toy:  # it takes minutes through the interpreter; the CPU's own run is in `make test`
+        run.add("exact", "matrix", "left out")
+        return
+    command = [sys.executable, "-m", "tests.exactness.matrix", "--device", "cuda", "--pairs", "400"]
+    began = time.perf_counter()
+    status = subprocess.run(command, check=False, timeout=_EXACT_SECONDS).returncode
+    if status:
+        raise SystemExit(f"the exactness matrix failed ({status})")
+    run.add("exact", "matrix, 400 pairs", "no difference", seconds=time.perf_counter() - began)
 
 
 _STAGES: dict[str, Callable[[Run], None]] = {
     "env": environment,
     "correct": correct,
+    "sanitizer": sanitizer,
     "attention": attention,
+    "prefill": prefill,
+    "sampler": sampler,
     "gemm": gemm,
     "job": job,
+    "exact": exact,
 }
 
 if __name__ == "__main__":

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from bench.gpu_peers import transformers_seconds
 from novainfer import LLM, SamplingParams
+from workers import worker
+
+_PROFILED = 64  # tokens of each sequence
+_WORKER: Any = worker
+_AUTOGRAD: Any = torch.autograd
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +44,14 @@ _TOY_OPTIONS = {"device": "cpu", "kernel_backend": "triton", "max_model_len": 64
 def run_job(
     model: str, jobs: dict[str, Job], deterministic: bool, is_toy: bool
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Name and figures of each, with one engine. Start: seconds until the engine is ready."""
+    """Name and figures of each, with one engine.
+
+    Start: seconds until the engine is ready, in all and from when the weights were there. busy: see `busy_share`.
+    """
     options: dict[str, Any] = _TOY_OPTIONS if is_toy else {"device": "cuda", "max_model_len": 4096, "max_num_seqs": 256}
-    began = time.perf_counter()
-    with LLM(model, deterministic=deterministic, **options) as llm:
-        start = time.perf_counter() - began
+    with _Loading() as loading:
+        llm = LLM(model, deterministic=deterministic, **options)
+    with llm:
         vocab = llm.tokenizer.vocab_size
         for name, job in jobs.items():
             prompts, params = requests(job, vocab)
@@ -49,13 +60,74 @@ def run_job(
             )  # warms up, and its prompts
             whole = _run(llm, *requests(job, vocab, seed=1))
             tokens = sum(one.max_tokens for one in params)
-            figures = {"seconds": whole, "tokens_per_second": tokens / whole, "start_seconds": start}
+            figures = {"seconds": whole, "tokens_per_second": tokens / whole}
+            figures |= {"start_seconds": loading.start, "after_weights_seconds": loading.after_weights}
             if job.least_input is None:
                 fresh, _ = requests(job, vocab, seed=2)
                 first = _run(llm, fresh, [SamplingParams(max_tokens=1, ignore_eos=True) for _ in params])
                 figures["step_ms"] = 1000 * (whole - first) / max(job.num_output - 1, 1)
                 figures["prompt_tokens_per_second"] = job.sequences * job.num_input / first
+                figures["busy"] = busy_share(llm, requests(job, vocab, seed=3)[0], min(job.num_output, _PROFILED))
             yield name, figures
+
+
+def run_transformers(model: str, device: torch.device) -> tuple[str, dict[str, float]]:
+    """A small job by transformers' continuous batching; no figures where it cannot do it."""
+    name, job = ("2 x (6 -> 3)", Job(2, 6, 3)) if device.type == "cpu" else ("64 x (1024 -> 128)", Job(64, 1024, 128))
+    prompts, _ = requests(job, vocab=100 if device.type == "cpu" else 10_000)
+    try:
+        seconds = transformers_seconds(model, prompts, job.num_output, device)
+    except Exception as error:  # of a version that we do not know, or without a kernel: it is not ours
+        print(f"transformers is left out: {type(error).__name__}: {error}")
+        return name, {}
+    return name, {"seconds": seconds, "tokens_per_second": job.sequences * job.num_output / seconds}
+
+
+class _Loading:
+    """When the weights were there."""
+
+    def __enter__(self) -> _Loading:
+        self._began = self._loaded = time.perf_counter()
+        self._load = _WORKER.load_model
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            model = self._load(*arguments, **options)
+            self._loaded = time.perf_counter()
+            return model
+
+        _WORKER.load_model = timed
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _WORKER.load_model = self._load
+        now = time.perf_counter()
+        self.start, self.after_weights = now - self._began, now - self._loaded
+
+
+def busy_share(llm: LLM, prompts: list[list[int]], num_output: int) -> float:
+    """The part of the time in which the GPU runs some kernel, while all of these sequences decode; NaN without one."""
+    if not torch.cuda.is_available():
+        return float("nan")
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_output) for _ in prompts]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _run(llm, prompts, params)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or []
+        if event.device_type == _AUTOGRAD.DeviceType.CUDA
+    )
+    return covered(spans[len(spans) // 2 : len(spans) * 9 // 10])  # prompts first, and at the end steps run dry
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The part of the time from the first one's start to the last one's end in which at least one of them is on."""
+    if not spans:
+        return float("nan")
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return busy / (end - spans[0][0])
 
 
 def requests(job: Job, vocab: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.gpu_peers import flashinfer_decode, flex, sdpa
 from kernels.backend import AttentionMetadata, AttentionParams
 from kernels.linear.schemes import FLOAT8, INT4, INT8
 from kernels.linear.triton import TritonLinear
@@ -30,6 +31,11 @@ DECODES: dict[str, list[int]] = {
     "ragged, 64 of 64 to 16384": _RAGGED,
     "64 of the ragged ones' mean": [sum(_RAGGED) // 64] * 64,
 }
+# Contexts, queries at the end of each, tokens of each.
+PREFILLS = {"4 x 1024": (4, 1024, 1024), "1 x 8192": (1, 8192, 8192), "2 x 2048 behind 6144": (2, 2048, 8192)}
+TOY_PREFILLS = {"2 x 20": (2, 20, 20), "1 x 5 behind 20": (1, 5, 25)}
+SAMPLED_ROWS, TOY_SAMPLED_ROWS = (1, 64, 256), (3,)
+VOCAB, TOY_VOCAB = 151_936, 500
 TOY_DECODES: dict[str, list[int]] = {"2 x 40": [40, 40], "ragged": [5, 300]}
 # Of Qwen3-8B: outputs, columns.
 LAYERS = {
@@ -52,10 +58,30 @@ def decode_calls(lengths: Sequence[int], device: torch.device, *, is_toy: bool) 
     ours = [_our_decode(lengths, heads, kv_heads, dim, device) for _ in range(copies)]
     calls = {"novainfer": ours}
     if len(set(lengths)) == 1:
-        calls["torch sdpa"] = [
-            _sdpa_decode(len(lengths), lengths[0], heads, kv_heads, dim, device) for _ in range(copies)
-        ]
+        shape = (len(lengths), 1, lengths[0], heads, kv_heads, dim)
+        calls["torch sdpa"] = [sdpa(*_contiguous(*shape, device), is_causal=False) for _ in range(copies)]
+        calls["torch flex"] = [flex(*_contiguous(*shape, device), is_causal=False) for _ in range(copies)]
+    theirs = flashinfer_decode(lengths, heads, kv_heads, dim, device)
+    if theirs is not None:
+        calls["flashinfer"] = [theirs]
     return calls, num_bytes
+
+
+def prefill_calls(
+    batch: int, queries: int, length: int, device: torch.device, *, is_toy: bool
+) -> tuple[dict[str, list[Call]], int]:
+    """The last `queries` tokens of so many contexts, by whom; and the operations that causality leaves."""
+    heads, kv_heads, dim = (4, 2, 32) if is_toy else (HEADS, KV_HEADS, DIM)
+    seen = sum(range(length - queries + 1, length + 1))
+    given = _contiguous(batch, queries, length, heads, kv_heads, dim, device)
+    calls = {
+        "novainfer": [_our_prefill(batch, queries, length, (heads, kv_heads, dim), device, exact=False)],
+        "novainfer deterministic": [_our_prefill(batch, queries, length, (heads, kv_heads, dim), device, exact=True)],
+        "torch flex": [flex(*given, is_causal=True)],
+    }
+    if queries == length:  # else its mask is another one
+        calls["torch sdpa"] = [sdpa(*given, is_causal=True)]
+    return calls, 4 * batch * heads * dim * seen
 
 
 def _our_decode(lengths: Sequence[int], heads: int, kv_heads: int, dim: int, device: torch.device) -> Call:
@@ -84,10 +110,34 @@ def _our_decode(lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dev
     return partial(backend.paged_attention, query, *caches, metadata, AttentionParams(dim**-0.5), out)
 
 
-def _sdpa_decode(batch: int, length: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> Call:
+def _our_prefill(
+    batch: int, queries: int, length: int, sizes: tuple[int, int, int], device: torch.device, *, exact: bool
+) -> Call:
+    heads, kv_heads, dim = sizes
+    backend, blocks = TritonBackend(device, exact), -(-length // BLOCK)
+    order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    caches = backend.allocate_kv_cache(batch * blocks, BLOCK, kv_heads, dim, torch.bfloat16, device)
+    for cache in caches:
+        cache.normal_()
+    metadata = AttentionMetadata(
+        torch.arange(batch + 1, dtype=torch.int32, device=device) * queries,
+        torch.full((batch,), length, dtype=torch.int32, device=device),
+        order.view(batch, blocks).to(device),
+        0,
+        queries,
+        length,
+    )
+    query = torch.randn(batch * queries, heads, dim, device=device).bfloat16()
+    out = torch.empty_like(query)
+    return partial(backend.paged_attention, query, *caches, metadata, AttentionParams(dim**-0.5), out)
+
+
+def _contiguous(
+    batch: int, queries: int, length: int, heads: int, kv_heads: int, dim: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [B, H, Q, D], key and value [B, Hkv, L, D]."""
     key, value = (torch.randn(batch, kv_heads, length, dim, device=device).bfloat16() for _ in range(2))
-    query = torch.randn(batch, heads, 1, dim, device=device).bfloat16()
-    return partial(F.scaled_dot_product_attention, query, key, value, enable_gqa=True)
+    return torch.randn(batch, heads, queries, dim, device=device).bfloat16(), key, value
 
 
 def linear_calls(rows: int, outputs: int, columns: int, device: torch.device, *, is_toy: bool) -> dict[str, list[Call]]:

@@ -25,6 +25,7 @@ from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.linear.triton_float8 import round_rows
 from kernels.linear.triton_sums import chunk_sum
 from kernels.triton_launch import INTERPRETED
+from kernels.triton_tuning import launch_options
 
 BLOCK_N = 64  # outputs of a program: a constant, since the bits may depend on it
 _FEW_ROWS = 64
@@ -242,6 +243,7 @@ class TritonLinear:
         scales = packed.weight if packed.scales is None else packed.scales
         offsets = packed.weight if packed.offsets is None else packed.offsets
         width = self.out_features if split else out.shape[1]
+        gated = activation != _NO_ACTIVATION and not split
         grid = (triton.cdiv(num_rows, block_m), triton.cdiv(width, BLOCK_N), chunks if split else 1)
         _linear_kernel[grid](
             x,
@@ -267,12 +269,11 @@ class TritonLinear:
             HAS_OFFSETS=packed.offsets is not None,
             FLOAT8=packed.is_float8,
             HAS_BIAS=self._bias is not None,
-            ACTIVATION=_NO_ACTIVATION if split else activation,
+            ACTIVATION=activation if gated else _NO_ACTIVATION,
             SPLIT=split,
             INTERPRETED=INTERPRETED,
-            num_warps=block_m // 16,
-            num_stages=4,
             enable_fp_fusion=False,
+            **launch_options("linear", x.device, (block_m // 16, 4), bits=packed.bits, rows=block_m, gated=int(gated)),
         )
         if split:
             self._add_chunks(partial, row_scales, out, activation)

@@ -16,6 +16,7 @@ from kernels.backend import AttentionMetadata, AttentionParams
 from kernels.kv_store.reference import is_float8
 from kernels.paged_attention.triton_chunk import CHUNK, attend_chunk, merge_chunk, normalise, tile_tokens
 from kernels.triton_launch import INTERPRETED, next_power_of_2
+from kernels.triton_tuning import launch_options
 
 # Below 64 rows Triton uses the tensor core instruction of decode's 16 rows, so both give the same bits; from 64
 # rows on, Hopper's wgmma is faster and may round differently.
@@ -151,6 +152,7 @@ def prefill_attention(
     num_seqs = block_table.shape[0]
     group_padded = next_power_of_2(num_heads // num_kv_heads)
     rows = max(_EXACT_ROWS if exact else _FAST_ROWS, group_padded)
+    warps = 4 if head_dim <= 128 and query.element_size() == 2 else 8
     num_tiles = (query.shape[0] - metadata.num_decodes) // (rows // group_padded) + num_seqs
     _prefill_kernel[(num_tiles, num_kv_heads)](
         query,
@@ -183,7 +185,8 @@ def prefill_attention(
         HAS_SINKS=params.sinks is not None,
         FLOAT8=is_float8(caches[0]),
         INTERPRETED=INTERPRETED,
-        num_warps=4 if head_dim <= 128 and query.element_size() == 2 else 8,
         enable_fp_fusion=False,
-        num_stages=2,
+        **launch_options(
+            "prefill", query.device, (warps, 2), head_dim=head_dim, itemsize=query.element_size(), rows=rows
+        ),
     )

@@ -58,7 +58,9 @@ class Circumstance:
     losses: int = 0  # how often the workers are lost
     speculation: str = "none"
 
-    def config(self, model: str, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> ServeConfig:
+    def config(
+        self, model: str, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto", device: str = "cpu"
+    ) -> ServeConfig:
         return ServeConfig(
             model=ModelConfig(model=model, dtype=dtype, quantization=quantization, max_model_len=MAX_MODEL_LEN),
             cache=CacheConfig(
@@ -73,7 +75,7 @@ class Circumstance:
                 steps_in_flight=self.steps_in_flight,
                 speculation=self.speculation,
             ),
-            parallel=ParallelConfig(device="cpu", threads_per_worker=self.threads),
+            parallel=ParallelConfig(device=device, threads_per_worker=self.threads, deterministic=device == "cuda"),
         )
 
 
@@ -144,8 +146,10 @@ def draw_circumstance(rng: random.Random) -> Circumstance:
 class Runner:
     """Requests through scheduler and workers in this process; `model` is a folder or 'demo'."""
 
-    def __init__(self, model: str, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> None:
-        self._types = (model, dtype, quantization, kv_cache_dtype)
+    def __init__(
+        self, model: str, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto", device: str = "cpu"
+    ) -> None:
+        self._types = (model, dtype, quantization, kv_cache_dtype, device)
 
     def vocab_size(self) -> int:
         executor = LocalExecutor(Circumstance().config(*self._types))
@@ -253,13 +257,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="checkpoint folder, or 'demo'")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4", "w8a8"))
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: in deterministic mode")
+    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4", "w8a8", "fp8"))
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--pairs", type=int, default=5000, help="(case, circumstance) pairs, about")
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    runner = Runner(options.model, options.dtype, options.quantization, options.kv_cache_dtype)
+    runner = Runner(options.model, options.dtype, options.quantization, options.kv_cache_dtype, options.device)
     cases = make_cases(options.cases, runner.vocab_size(), options.seed)
     references = runner.references(cases)
     rng = random.Random(options.seed)

@@ -8,8 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+from bench.gpu import STAGES
+from bench.gpu_jobs import covered
+from bench.tune_gpu import questions
+from kernels import triton_tuning
+from kernels.triton_tuning import forced, launch_options, read_table
 
 pytestmark = pytest.mark.stage0
 
@@ -23,10 +30,68 @@ def test_the_gpu_benchmark_when_rehearsed_then_every_stage_has_its_rows(tmp_path
     assert done.returncode == 0, done.stderr
     rows = json.loads(result.read_text())["rows"]
     who = {stage: {row["who"] for row in rows if row["stage"] == stage} for stage in {row["stage"] for row in rows}}
-    assert who["attention"] == {"novainfer", "torch sdpa"}
+    assert who["attention"] == {"novainfer", "torch sdpa", "torch flex"}
+    assert who["prefill"] == {"novainfer", "novainfer deterministic", "torch sdpa", "torch flex"}
+    assert who["sampler"] == {"novainfer", "torch sort"}
     assert who["gemm"] == {"torch", *(f"novainfer{kind}" for kind in ("", " int8", " int4", " fp8"))}
-    assert who["job"] == {"normal", "deterministic"}
-    assert set(who) == {"env", "correct", "attention", "gemm", "job"}
+    assert who["job"] == {"normal", "deterministic", "transformers"}
+    transformers = next(row for row in rows if row["who"] == "transformers")
+    assert transformers["tokens_per_second"] > 0
+    assert set(who) == set(STAGES)
+
+
+def test_a_table_of_launches_when_made_then_the_kernels_can_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    command = [sys.executable, "-m", "bench.tune_gpu", "--toy", "--output", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    keys = {question.key for question in questions(torch.device("cpu"), is_toy=True)}
+    assert set(read_table(path)) <= keys
+    assert {line.split(":")[0] for line in done.stdout.splitlines()[:-1]} == keys
+
+
+def test_launches_when_looked_up_then_the_table_goes_before_the_default_and_what_is_forced_before_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(triton_tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Some-GPU (80 GB)")
+    (tmp_path / "nvidia-some-gpu-80-gb.json").write_text('{"choices": {"decode head_dim=128 itemsize=2": [8, 2]}}')
+    for found in (triton_tuning._table_of, triton_tuning._chosen):
+        found.cache_clear()
+    try:
+        features = {"itemsize": 2, "head_dim": 128}
+        assert launch_options("decode", gpu, (4, 3), **features) == {"num_warps": 8, "num_stages": 2}
+        assert launch_options("decode", torch.device("cpu"), (4, 3), **features) == {"num_warps": 4, "num_stages": 3}
+        assert launch_options("prefill", gpu, (4, 3), **features) == {"num_warps": 4, "num_stages": 3}
+        with forced({"decode head_dim=128 itemsize=2": (1, 1)}):
+            assert launch_options("decode", gpu, (4, 3), **features) == {"num_warps": 1, "num_stages": 1}
+        assert launch_options("decode", gpu, (4, 3), **features) == {"num_warps": 8, "num_stages": 2}
+    finally:
+        for found in (triton_tuning._table_of, triton_tuning._chosen):
+            found.cache_clear()
+
+
+def test_tables_that_ship_when_read_then_they_are_some() -> None:
+    for path in triton_tuning.FOLDER.glob("*.json"):
+        assert read_table(path)
+    assert read_table(triton_tuning.table_path("no such GPU")) == {}
+
+
+def test_a_table_with_launches_that_no_gpu_takes_when_read_then_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text('{"choices": {"decode": [3, 2]}}')
+    with pytest.raises(ValueError, match="no GPU takes"):
+        read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("spans", "share"), [([(0.0, 1.0), (1.0, 2.0)], 1.0), ([(0.0, 1.0), (0.5, 0.7), (3.0, 4.0)], 0.5)]
+)
+def test_spans_of_kernels_when_added_up_then_overlaps_count_once(
+    spans: list[tuple[float, float]], share: float
+) -> None:
+    assert covered(spans) == pytest.approx(share)
 
 
 def test_an_unknown_stage_when_asked_for_then_it_is_refused() -> None:

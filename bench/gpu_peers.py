@@ -1,0 +1,129 @@
+"""What others have for the kernels that `bench.gpu` times: torch's flex_attention and sort, FlashInfer, transformers.
+
+Each is in the table where it can be had, and is missing with a reason where not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import SamplingTensors
+from kernels.triton_backend import TritonBackend
+
+Call = Callable[[], object]
+
+BLOCK = 16
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Call:
+    """query [B, H, Q, D], key and value [B, Hkv, L, D]: contiguous, without a page table."""
+    return partial(F.scaled_dot_product_attention, query, key, value, is_causal=is_causal, enable_gqa=True)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Call:
+    """The same by flex_attention, compiled where there is a GPU."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    on_gpu = query.is_cuda
+    attend: Any = torch.compile(flex_attention, dynamic=False) if on_gpu else flex_attention
+    mask = None
+    if is_causal:
+        offset = key.shape[2] - query.shape[2]
+        mask = create_block_mask(
+            lambda batch, head, row, column: row + offset >= column,
+            *(None, None, query.shape[2], key.shape[2]),
+            device=str(query.device),
+        )
+    return partial(attend, query, key, value, block_mask=mask, enable_gqa=True)
+
+
+def flashinfer_decode(lengths: Sequence[int], heads: int, kv_heads: int, dim: int, device: torch.device) -> Call | None:
+    """Paged decode; None where FlashInfer is not installed, or finds no kernel."""
+    if importlib.util.find_spec("flashinfer") is None or device.type != "cuda":
+        return None
+    flashinfer: Any = importlib.import_module("flashinfer")
+    needed = torch.tensor([-(-length // BLOCK) for length in lengths])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), needed.cumsum(0)]).int()
+    blocks = int(starts[-1])
+    last = torch.tensor([(length - 1) % BLOCK + 1 for length in lengths], dtype=torch.int32)
+    caches = tuple(torch.randn(blocks, kv_heads, BLOCK, dim, device=device).bfloat16() for _ in range(2))
+    query = torch.randn(len(lengths), heads, dim, device=device).bfloat16()
+    try:
+        space = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=True)
+        indices = torch.randperm(blocks, dtype=torch.int32)
+        wrapper.plan(
+            *(part.to(device) for part in (starts, indices, last)),
+            *(heads, kv_heads, dim, BLOCK),
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+        )
+        wrapper.run(query, caches)
+    except Exception as error:  # no compiler for its kernels, another interface: whatever it is, it is not ours
+        print(f"FlashInfer is left out: {type(error).__name__}: {error}")
+        return None
+    return partial(wrapper.run, query, caches)
+
+
+def sampler_calls(rows: int, vocab: int, device: torch.device, *, filtered: bool) -> dict[str, list[Call]]:
+    """Sampling from logits [rows, vocab] at temperature 0.8, filtered: top-k 50 and top-p 0.9; ours and by a sort."""
+    logits = torch.randn(rows, vocab, device=device) * 3
+
+    def full(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=device)
+
+    params = SamplingTensors(
+        temperature=full(0.8, torch.float32),
+        top_k=full(50 if filtered else 0, torch.int32),
+        top_p=full(0.9 if filtered else 1.0, torch.float32),
+        min_p=full(0.0, torch.float32),
+        seed=torch.arange(rows, device=device),
+        choice=full(0, torch.int32),
+        index=torch.arange(rows, device=device),
+    )
+    return {
+        "novainfer": [partial(TritonBackend(device).sample, logits, params)],
+        "torch sort": [partial(_sample_by_sort, logits, 0.8, 50 if filtered else vocab, 0.9 if filtered else 1.0)],
+    }
+
+
+def _sample_by_sort(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """As servers that sort do it: [rows] int64."""
+    probabilities = torch.softmax(logits / temperature, dim=-1)
+    if top_k < logits.shape[1] or top_p < 1.0:
+        ordered, ids = probabilities.sort(dim=-1, descending=True)
+        ordered[:, top_k:] = 0.0
+        ordered[ordered.cumsum(-1) - ordered > top_p * ordered.sum(-1, keepdim=True)] = 0.0
+        probabilities = torch.zeros_like(probabilities).scatter_(1, ids, ordered)
+    return torch.argmax(probabilities / torch.empty_like(probabilities).exponential_(), dim=-1)
+
+
+def transformers_seconds(folder: str, prompts: list[list[int]], num_output: int, device: torch.device) -> float:
+    """A job by transformers' continuous batching. Raises whatever it raises where it cannot do it."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    make_config: Any = GenerationConfig
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.to(device).eval()
+    config = make_config(max_new_tokens=num_output, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    try:
+        model.generate_batch(inputs=prompts[:1], generation_config=config, progress_bar=False)  # warms up
+        began = time.perf_counter()
+        outputs = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+        seconds = time.perf_counter() - began
+    finally:
+        del model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    made = [len(output.generated_tokens) for output in outputs.values()]
+    if made != [num_output] * len(prompts):
+        raise RuntimeError(f"{sum(made)} tokens instead of {num_output} for each of {len(prompts)}")
+    return seconds

@@ -1,0 +1,133 @@
+"""Makes the table of a GPU for `kernels/triton_tuning.py`: `python -m bench.tune_gpu [--output FILE]`.
+
+Every candidate of every kernel is timed as `bench.gpu` times kernels: in CUDA graphs, with a cold cache, in turns, the
+median of three rounds. The table has a choice where it beats the default by more than the noise. `--toy` goes the same
+way on a CPU, where all candidates are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Call = Callable[[], object]
+
+_LEAST_GAIN = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One line of the table: what runs it, and what may be chosen; the default first."""
+
+    key: str
+    calls: Callable[[], list[Call]]
+    candidates: tuple[tuple[int, int], ...]  # warps, stages
+
+
+def questions(device: Any, *, is_toy: bool) -> list[Question]:
+    """Of the kernels whose launches the table knows, at the shapes of 8B models and of small ones."""
+    from bench.gpu_kernels import LAYERS, TOY_LAYERS, decode_calls, linear_calls, prefill_calls
+    from kernels.triton_tuning import table_key
+
+    head_dim = 32 if is_toy else 128
+    lengths, prompt = ([40, 30], (1, 20, 20)) if is_toy else ([4096] * 64, (1, 4096, 4096))
+    outputs, columns = (TOY_LAYERS["layer"] if is_toy else LAYERS["gate_up"])  # fmt: skip
+    found = [
+        Question(
+            table_key("decode", {"head_dim": head_dim, "itemsize": 2}),
+            lambda: decode_calls(lengths, device, is_toy=is_toy)[0]["novainfer"],
+            ((4, 3), (4, 2), (4, 4), (2, 3), (8, 3)),
+        )
+    ]
+    for who, rows in (("novainfer", 64), ("novainfer deterministic", 32)):
+        found.append(
+            Question(
+                table_key("prefill", {"head_dim": head_dim, "itemsize": 2, "rows": rows}),
+                lambda who=who: prefill_calls(*prompt, device, is_toy=is_toy)[0][who],  # type: ignore[misc]
+                ((4, 2), (4, 3), (8, 2), (8, 3)),
+            )
+        )
+    for kind, bits in (("novainfer", 16), ("novainfer int8", 8), ("novainfer int4", 4)):
+        for rows in (64, 128):
+            found.append(
+                Question(
+                    table_key("linear", {"bits": bits, "rows": rows, "gated": 0}),
+                    lambda kind=kind, rows=rows: linear_calls(  # type: ignore[misc]
+                        rows, outputs, columns, device, is_toy=is_toy
+                    )[kind],
+                    tuple((rows // 16, stages) for stages in (4, 3, 5)),
+                )
+            )
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tune_gpu", description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="toy sizes, interpreted, on a CPU")
+    parser.add_argument("--output", help="default: where the kernels look for it")
+    arguments = parser.parse_args(argv)
+    if arguments.toy:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    import torch
+
+    from bench.gpu_clock import Clock
+    from kernels.triton_tuning import table_path
+
+    if not arguments.toy and not torch.cuda.is_available():
+        parser.error("there is no GPU; --toy goes without")
+    if arguments.toy and not arguments.output:
+        parser.error("--toy makes no table for the kernels: say where it goes with --output")
+    device = torch.device("cpu" if arguments.toy else "cuda")
+    name = "cpu" if arguments.toy else torch.cuda.get_device_name()
+    clock = Clock(device)
+    choices = {}
+    for question in questions(device, is_toy=arguments.toy):
+        best = _best(question, clock)
+        if best is not None:
+            choices[question.key] = best
+    path = Path(arguments.output) if arguments.output else table_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = {"device": name, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "choices": choices}
+    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    print(f"{len(choices)} choices that are not the default: {path}")
+    return 0
+
+
+def _best(question: Question, clock: Any) -> tuple[int, int] | None:
+    """The candidate to put into the table; None if the default is as good."""
+    from kernels.triton_tuning import forced
+
+    calls = {}
+    for candidate in question.candidates:
+
+        def run(call: Call, candidate: tuple[int, int] = candidate) -> object:
+            with forced({question.key: candidate}):
+                return call()
+
+        try:
+            made = [lambda call=call, run=run: run(call) for call in question.calls()]  # type: ignore[misc]
+            made[0]()
+        except RuntimeError as error:  # more shared memory or registers than there are
+            print(f"{question.key}: {candidate} does not run: {error}")
+            continue
+        calls[str(candidate)] = made
+    timings = clock.compare(calls)
+    names = {str(candidate): candidate for candidate in question.candidates}
+    best = min(timings, key=lambda name: timings[name].median)
+    default = str(question.candidates[0])
+    gain = timings[default].median / timings[best].median if default in timings else float("inf")
+    shown = "  ".join(f"{name} {timing.median * 1e6:.1f} us" for name, timing in timings.items())
+    print(f"{question.key}: {shown}", flush=True)
+    return names[best] if gain > _LEAST_GAIN and best != default else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
