@@ -113,7 +113,7 @@ def _best(question: Question, clock: Any) -> tuple[int, int] | None:
                 return call()
 
         try:
-            made = [lambda call=call, run=run: run(call) for call in question.calls()]  # type: ignore[misc]
+            made = [lambda call=call, run=run: run(call) for call in question.calls()]
             made[0]()
         except RuntimeError as error:  # more shared memory or registers than there are
             print(f"{question.key}: {candidate} does not run: {error}")
