@@ -1,8 +1,8 @@
 """Our GPU path, checked and timed on one GPU: `python -m bench.gpu [--stages env,attention,...] [--output FILE]`.
 
-Needs no network, and finishes in under nine minutes; stages can be chosen. Every figure stands beside what the same GPU
-does at most in the same run (copy and read bandwidth, bf16 products) and beside torch's own kernels. `--toy` goes the
-same way at toy sizes through Triton's interpreter on a CPU: then the figures mean nothing.
+Needs no network, and begins nothing new after `--minutes` (8.5); stages can be chosen. Every figure stands beside what
+the same GPU does at most in the same run (copy and read bandwidth, bf16 products) and beside what others have. `--toy`
+goes the same way at toy sizes through Triton's interpreter on a CPU: then the figures mean nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STAGES = ("env", "correct", "sanitizer", "attention", "prefill", "sampler", "gemm", "job", "exact")
+STAGES = ("env", "correct", "attention", "job", "prefill", "sampler", "gemm", "exact", "sanitizer")
 
 
-_EXACT_SECONDS, _SANITIZER_SECONDS = 300.0, 120.0
+_MINUTES = 8.5
+_SANITIZER_SECONDS = 60.0
 
 
 @dataclass
@@ -35,6 +36,12 @@ class Run:
     shapes: tuple[str, ...]
     rows: list[dict[str, Any]] = field(default_factory=list)
     peak: dict[str, float] = field(default_factory=dict)
+    deadline: float = float("inf")  # of time.monotonic()
+
+    @property
+    def seconds_left(self) -> float:
+        """Until nothing new shall begin."""
+        return max(self.deadline - time.monotonic(), 0.0)
 
     def add(self, stage: str, what: str, who: str, **figures: float) -> None:
         """One line of the table, shown at once."""
@@ -50,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stages", default=",".join(STAGES), help="by commas")
     parser.add_argument("--shapes", default="qwen3-0.6b,qwen3-8b", help="of the jobs, by commas")
     parser.add_argument("--toy", action="store_true", help="toy sizes, interpreted, on a CPU")
+    parser.add_argument("--minutes", type=float, default=_MINUTES, help="after which nothing new begins")
     parser.add_argument("--output", help="JSON file for the result")
     arguments = parser.parse_args(argv)
     chosen = arguments.stages.split(",")
@@ -67,9 +75,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("there is no GPU; --toy goes without")
     device = torch.device("cpu" if arguments.toy else "cuda")
     shapes = ("tiny",) if arguments.toy else tuple(arguments.shapes.split(","))
-    run = Run(device, Clock(device), arguments.toy, shapes)
+    run = Run(device, Clock(device), arguments.toy, shapes, deadline=time.monotonic() + 60 * arguments.minutes)
     for stage in chosen:
-        _STAGES[stage](run)
+        if run.seconds_left > 0:
+            _STAGES[stage](run)
+        else:
+            run.add(stage, "-", "left out: the time is up")
     report.write(
         {"kind": "gpu", "toy": arguments.toy, "stages": chosen, "peak": run.peak, "rows": run.rows}, arguments.output
     )
@@ -125,10 +136,13 @@ def sanitizer(run: Run) -> None:
     command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", str(tests),
                "-k", "mixed_decode or several_launches or padding_rows"]  # fmt: skip
     began = time.perf_counter()
-    status = subprocess.run(command, check=False, timeout=_SANITIZER_SECONDS).returncode
+    status = _status_of(command, min(run.seconds_left, _SANITIZER_SECONDS))
     if status:
         raise SystemExit(f"attention is not clean ({status})")
-    run.add("sanitizer", "attention", "clean", seconds=time.perf_counter() - began)
+    if status is None:
+        run.add("sanitizer", "attention", "left out: the time is up")
+    else:
+        run.add("sanitizer", "attention", "clean", seconds=time.perf_counter() - began)
 
 
 def attention(run: Run) -> None:
@@ -198,8 +212,13 @@ def job(run: Run) -> None:
             make_checkpoint(SHAPES[shape], Path(folder))
             for deterministic in (False, True):
                 who = "deterministic" if deterministic else "normal"
+                if run.seconds_left == 0:
+                    run.add("job", shape, f"{who}: the time is up")
+                    continue
                 for name, figures in run_job(folder, TOY_JOBS if run.is_toy else JOBS, deterministic, run.is_toy):
                     run.add("job", f"{shape}: {name}", who, **figures)
+                    if run.seconds_left == 0:
+                        break
             name, figures = run_transformers(folder, run.device)
             run.add("job", f"{shape}: {name}", "transformers", **figures)
 
@@ -211,10 +230,21 @@ def exact(run: Run) -> None:
         return
     command = [sys.executable, "-m", "tests.exactness.matrix", "--device", "cuda", "--pairs", "400"]
     began = time.perf_counter()
-    status = subprocess.run(command, check=False, timeout=_EXACT_SECONDS).returncode
+    status = _status_of(command, run.seconds_left)
     if status:
         raise SystemExit(f"the exactness matrix failed ({status})")
-    run.add("exact", "matrix, 400 pairs", "no difference", seconds=time.perf_counter() - began)
+    if status is None:
+        run.add("exact", "matrix", "left out: the time is up")
+    else:
+        run.add("exact", "matrix, 400 pairs", "no difference", seconds=time.perf_counter() - began)
+
+
+def _status_of(command: list[str], seconds: float) -> int | None:
+    """How it ended; None if it would have taken longer."""
+    try:
+        return subprocess.run(command, check=False, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        return None
 
 
 _STAGES: dict[str, Callable[[Run], None]] = {

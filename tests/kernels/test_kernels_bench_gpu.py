@@ -40,6 +40,25 @@ def test_the_gpu_benchmark_when_rehearsed_then_every_stage_has_its_rows(tmp_path
     assert set(who) == set(STAGES)
 
 
+def test_stages_when_the_time_is_up_then_they_are_named_as_left_out(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu",
+        "--toy",
+        "--stages",
+        "env,job",
+        "--minutes",
+        "0",
+        "--output",
+        str(result),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {row["who"] for row in json.loads(result.read_text())["rows"]} == {"left out: the time is up"}
+
+
 def test_a_table_of_launches_when_made_then_the_kernels_can_read_it(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     command = [sys.executable, "-m", "bench.tune_gpu", "--toy", "--output", str(path)]
