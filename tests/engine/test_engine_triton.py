@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("triton")
 
 from kernels.triton_launch import INTERPRETED
 from novainfer import LLM, SamplingParams
+from workers import worker
 
 pytestmark = [
     pytest.mark.stage1,
@@ -28,6 +30,27 @@ def answers(**options: Any) -> list[list[int]]:
     with LLM("demo", **SMALL, **options) as llm:
         found = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], list(PARAMS))
     return [answer["token_ids"] for answer in found]
+
+
+def test_the_demo_model_when_its_decodes_are_recorded_then_its_tokens_are_those_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replayed = []
+
+    def record(call: Callable[[], None]) -> Callable[[], None]:
+        """In a graph's place: the same call again."""
+
+        def replay() -> None:
+            replayed.append(call)
+            call()
+
+        return replay
+
+    wanted = answers(kernel_backend="cpu", deterministic=True)
+    monkeypatch.setattr(worker, "has_graphs", lambda config, model, device: True)
+    monkeypatch.setattr(worker, "cuda_recorder", lambda device: record)
+    assert answers(kernel_backend="triton", deterministic=True) == wanted
+    assert len(replayed) >= 2
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: "-".join(options) or "plain")
