@@ -31,6 +31,8 @@ _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; we put nothin
 _RAY_SERVERS = ("raylet", "gcs_server")
 _RAYS_TEMP_DIR = Path("/tmp/ray")  # Ray's own default
 _LONGEST_TEMP_DIR = 40  # bytes; Ray appends up to 65 for its Unix sockets, which may have 107
+_NODE_PATIENCE = 30.0  # seconds for a raylet to appear; then Ray's own words tell what is wrong
+_NODE_INTERVAL = 0.02
 _END_PATIENCE = 5.0  # seconds that killed processes may take to be gone
 # Read by Ray when it is imported, and by the servers of a local instance.
 _ENVIRONMENT = {
@@ -180,6 +182,20 @@ def _stop_at_once() -> None:
         node.kill_all_processes = lambda **how: kill_all(**{**how, "allow_graceful": False})
 
 
+def _is_registered(gcs_address: str, node_id: str) -> bool:
+    """Whether Ray's control store knows the node; asking it for the node itself takes seconds while it does not."""
+    try:
+        import ray._private.services
+        import ray._private.state
+
+        state: Any = ray._private.state.GlobalState()
+        services: Any = ray._private.services
+        state._initialize_global_state(services._get_gcs_client_options(gcs_address))
+        return any(node["NodeID"] == node_id and node["Alive"] for node in state.node_table())
+    except (AttributeError, ImportError, KeyError, TypeError):  # another version of Ray: then that question has to do
+        return True
+
+
 @contextmanager
 def _lean() -> Iterator[None]:
     """Let `ray.init` start no dashboard, autoscaler or log forwarder: half of its start time, and we use none of them.
@@ -212,10 +228,13 @@ def _lean() -> Iterator[None]:
     def no_api_server(self: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         self._webui_url = ""
 
-    def get_living_node(*args: Any, **kwargs: Any) -> Any:
-        if len(children_named(_RAY_SERVERS)) < len(_RAY_SERVERS):
-            raise EngineError("Ray has died while it was started")
-        return get_node(*args, **kwargs)
+    def get_living_node(gcs_address: str, node_id: str) -> Any:
+        deadline = time.monotonic() + _NODE_PATIENCE
+        while time.monotonic() < deadline and not _is_registered(gcs_address, node_id):
+            if len(children_named(_RAY_SERVERS)) < len(_RAY_SERVERS):
+                raise EngineError("Ray has died while it was started")
+            time.sleep(_NODE_INTERVAL)
+        return get_node(gcs_address, node_id)
 
     def log_words(data: dict[str, Any], ignore_prefix: bool) -> None:
         logger.debug("Ray: %s", "\n".join(data["lines"]))
