@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from kernels.memory import commit
 
 _PIECE_BYTES = 2 << 20  # asked for at a time: so little that a step hardly waits if it begins meanwhile
 _QUIET_SECONDS = 0.05  # without a step, or a busy one, before more is asked for
-_PAUSE_SECONDS = 0.02  # between pieces, beside steps that are not busy: a core that gives memory does nothing else
+_PAUSE_SECONDS = 0.03  # between pieces, beside steps that are not busy: a core that gives memory does nothing else
 _MOST_SECONDS = 0.2  # that a piece waits for that: others might take the memory meanwhile
 _BUSY_TOKENS = 9  # make a step busy; with fewer it waits for the weights, not for the processor
 _LOWEST_PRIORITY = 19
@@ -40,14 +41,32 @@ class CacheMemory:
         self._num_blocks = len(tensors[0])
         self._ahead, self._is_whole = ahead, is_whole
         self._room = room
+        self._piece_blocks = max(_PIECE_BYTES // max(tensor.nbytes // self._num_blocks for tensor in tensors), 1)
+        self._num_pieces = 0  # that were taken, or are being taken
+        self._lock = threading.Lock()  # for that
         self._num_used = 0  # blocks up to here were used
         self._is_in_step = self._is_busy = False
         self._last_step = self._last_busy = time.monotonic()  # when it ended
         self._is_wanted, self._is_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="KV cache memory")
 
+    def take_first(self, seconds: float, num_threads: int) -> None:
+        """Take what so many threads get in that time, while nothing runs yet: all in order, or what is soon used."""
+        if sys.platform != "linux":
+            return
+        deadline = time.monotonic() + seconds
+
+        def take() -> None:
+            while time.monotonic() < deadline and (self._is_whole or self._is_soon_used(self._next_block())):
+                if not self._take_next():
+                    return
+
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="KV cache memory") as pool:
+            for _ in range(num_threads):
+                pool.submit(take)
+
     def start(self) -> None:
-        """Begin."""
+        """Begin to take the rest."""
         if sys.platform == "linux":
             self._thread.start()
 
@@ -75,20 +94,29 @@ class CacheMemory:
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-        block_bytes = [tensor.nbytes // self._num_blocks for tensor in self._tensors]
-        num_blocks = max(_PIECE_BYTES // max(block_bytes), 1)
-        for first in range(0, self._num_blocks, num_blocks):
-            stop = min(first + num_blocks, self._num_blocks)
-            while not (self._is_whole or self._is_soon_used(first) or self._is_closed.is_set()):
+        while (block := self._next_block()) < self._num_blocks:
+            while not (self._is_whole or self._is_soon_used(block) or self._is_closed.is_set()):
                 self._is_wanted.wait()
                 self._is_wanted.clear()
-            for tensor, size in zip(self._tensors, block_bytes, strict=True):
-                if not self._is_soon_used(first):
-                    self._give_way(first)
-                if self._is_closed.is_set() or self._room() < (stop - first) * size:
-                    return
-                if not commit(tensor, first * size, stop * size):
-                    return
+            if not self._is_soon_used(block):
+                self._give_way(block)
+            if self._is_closed.is_set() or not self._take_next():
+                return
+
+    def _next_block(self) -> int:
+        return self._num_pieces // len(self._tensors) * self._piece_blocks
+
+    def _take_next(self) -> bool:
+        """The next piece: some blocks of one tensor. False if there is none, or no memory for it."""
+        with self._lock:
+            number = self._num_pieces
+            self._num_pieces += 1
+        first = number // len(self._tensors) * self._piece_blocks
+        tensor = self._tensors[number % len(self._tensors)]
+        stop, size = min(first + self._piece_blocks, self._num_blocks), tensor.nbytes // self._num_blocks
+        if first >= self._num_blocks or self._room() < (stop - first) * size:
+            return False
+        return commit(tensor, first * size, stop * size)
 
     def _is_soon_used(self, block: int) -> bool:
         return block < self._num_used + self._ahead

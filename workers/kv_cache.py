@@ -55,13 +55,18 @@ class KVCache:
         ]
         return cls(num_blocks, block_size, layers)
 
-    def take_memory(self, *, whole: bool) -> None:
-        """Get the memory of a cache on a CPU before it is written to: all of it, or always what is soon used."""
+    def take_memory(self, *, whole: bool, at_first: float = 0.0) -> None:
+        """Get the memory of a cache on a CPU before it is written to: all of it, or always what is soon used.
+
+        at_first: seconds to get what can be had before this returns; the rest comes beside the steps.
+        """
         if self.layers[0][0].device.type == "cpu" and self._memory is None:
             tensors = [cache for layer in self.layers for cache in layer]
             block_bytes = sum(tensor.nbytes for tensor in tensors) // self.num_blocks
             ahead = max(_AHEAD_BYTES // block_bytes, 1)
             self._memory = CacheMemory(tensors, ahead, lambda: _available_host_memory() - _LEFT_FREE, is_whole=whole)
+            if at_first:
+                self._memory.take_first(at_first, torch.get_num_threads())
             self._memory.start()
             weakref.finalize(self, self._memory.close)  # its thread holds the tensors, and would for ever
 

@@ -188,8 +188,9 @@ def _is_registered(gcs_address: str, node_id: str) -> bool:
         import ray._private.services
         import ray._private.state
 
-        state: Any = ray._private.state.GlobalState()
+        module: Any = ray._private.state
         services: Any = ray._private.services
+        state = module.GlobalState()
         state._initialize_global_state(services._get_gcs_client_options(gcs_address))
         return any(node["NodeID"] == node_id and node["Alive"] for node in state.node_table())
     except (AttributeError, ImportError, KeyError, TypeError):  # another version of Ray: then that question has to do

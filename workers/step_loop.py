@@ -20,6 +20,7 @@ from novainfer.errors import PeerLostError
 from novainfer.executor.rank import RankSession
 from novainfer.protocol.step import WORKER_SCHEMA, StepPlan, WorkerFault
 from novainfer.protocol.supervision import (
+    FIRST_EPOCH,
     ROLE_WORKER,
     SUPERVISOR_SCHEMA,
     ChildFault,
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 HELLO_INTERVAL_MS = 100  # so soon a new scheduler learns of an idle rank
 _LAST_WORD_LINGER_MS = 1000
+_MEMORY_SECONDS = 0.8  # for the KV cache's memory, before a server is ready
 
 
 def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
@@ -59,10 +61,12 @@ def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
             runner = worker.runner
             pulse.progress = lambda: runner.progress
             loop = StepLoop(worker, place, socket, pulse)
+            # Who waits for a rank that takes another one's place has waited long enough.
+            is_first = place.epoch == FIRST_EPOCH
+            worker.take_cache_memory(launch.config, _MEMORY_SECONDS if is_first else 0.0)
             ready = ChildReady(ROLE_WORKER, place.rank, place.epoch, worker.info.num_blocks, worker.fingerprint)
             reports.send(ready)
             pulse.fingerprint, pulse.num_blocks = worker.fingerprint, worker.info.num_blocks
-            worker.take_cache_memory(launch.config)
             loop.run()
             worker.tp.close()
         except Exception as error:

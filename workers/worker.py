@@ -138,10 +138,13 @@ class Worker:
         own = _fingerprint_of(runner, mode, tp, checksum, num_tokens) if mode.is_exact else ""
         return cls(runner, info, tp, 1 if device.type == "cpu" else 2, cache, own)
 
-    def take_cache_memory(self, config: ServeConfig) -> None:
-        """All of a cache whose size was given: it is wanted, and later may not be there. Else what is soon used."""
+    def take_cache_memory(self, config: ServeConfig, at_first: float = 0.0) -> None:
+        """All of a cache whose size was given: it is wanted, and later may not be there. Else what is soon used.
+
+        at_first: seconds that may be spent on it before anything runs.
+        """
         if self.cache is not None:
-            self.cache.take_memory(whole=config.cache.kv_cache_memory_mib is not None)
+            self.cache.take_memory(whole=config.cache.kv_cache_memory_mib is not None, at_first=at_first)
 
 
 def choose_device(config: ParallelConfig, rank: int) -> torch.device:

@@ -17,6 +17,7 @@ from novainfer.engine.restarts import SPARE_DELAYS, STABLE_SECONDS, Restarts
 logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL = 0.25  # seconds
+_PLACING_PATIENCE = 2.0  # seconds
 
 
 class WorkerGroup(Protocol):
@@ -68,6 +69,7 @@ class WorkerThread:
         self._news = threading.Condition()
         self._wanted: tuple[int, float] | None = None  # epoch to start, and when (monotonic)
         self._known: Sequence[str] = ()  # fingerprints of the groups so far
+        self._has_placed = threading.Event()  # or could not
         self._is_stopping = False
         self._may_end = False
         self._prepare_at: float | None = None  # monotonic
@@ -78,9 +80,13 @@ class WorkerThread:
         self._stands_by = False
 
     def start(self, epoch: int) -> None:
-        """Begin to start the first group."""
+        """Begin to start the first group; returns when its ranks are placed, or after a while.
+
+        They are what takes longest: what else the caller starts shall not compete with Ray for the processor.
+        """
         self.replace(epoch, 0.0, ())
         self._thread.start()
+        self._has_placed.wait(_PLACING_PATIENCE)
 
     def replace(self, epoch: int, delay: float, known: Sequence[str]) -> None:
         """Kill what is there now, and start a group of this epoch after `delay` seconds. Does not wait."""
@@ -117,8 +123,10 @@ class WorkerThread:
             while (epoch := self._next_epoch(group)) is not None:
                 try:
                     group.start(epoch, self._known, lambda: not (self._is_stopping or self._wanted))
+                    self._has_placed.set()
                     self._watch(group, epoch)
                 except Exception as error:
+                    self._has_placed.set()
                     logger.debug("the worker group failed", exc_info=True)
                     self._lose(epoch, f"workers: {type(error).__name__}: {error}")
         finally:

@@ -67,6 +67,26 @@ def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(
     assert not any(bool(tensor.any()) for tensor in cache)
 
 
+@pytest.mark.parametrize(("is_whole", "expected"), [(True, NUM_BLOCKS), (False, 4)])
+def test_given_time_before_anything_runs_when_it_is_enough_then_several_threads_take_what_is_wanted(
+    is_whole: bool, expected: int
+) -> None:
+    memory = CacheMemory(tensors(), 4, lambda: MUCH, is_whole=is_whole)
+    assert rss_of(lambda: memory.take_first(60.0, 3)) == pytest.approx(expected, abs=2)
+
+
+def test_given_no_time_when_it_is_up_then_the_rest_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_SECONDS", 0.001)
+    memory = CacheMemory(tensors(), 4, lambda: MUCH, is_whole=True)
+    assert rss_of(lambda: memory.take_first(0.0, 2)) == pytest.approx(0, abs=2)
+
+    def take() -> None:
+        memory.start()
+        memory._thread.join()
+
+    assert rss_of(take) == pytest.approx(NUM_BLOCKS, abs=2)
+
+
 def test_given_a_step_that_runs_when_memory_is_wanted_then_only_what_is_soon_used_is_taken_before_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
