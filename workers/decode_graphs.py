@@ -127,6 +127,7 @@ class DecodeGraphs:
         self._graphs: dict[int, Graph] = {}
         self._missed: Counter[int] = Counter()
         self._logits: Tensor | None = None  # [max_rows, V] float32, of all of them: one step runs at a time
+        self._is_full = False
         self.num_launched = 0
 
     def take(self, plan: StepPlan) -> Graph | None:
@@ -137,7 +138,7 @@ class DecodeGraphs:
         wanted = self._sizes[bisect.bisect_left(self._sizes, len(rows))]
         if wanted not in self._graphs:
             self._missed[wanted] += 1
-            if self._missed[wanted] >= _OFTEN:
+            if self._missed[wanted] >= _OFTEN and not self._is_full:
                 self._add(wanted)
         found = min((size for size in self._graphs if size >= len(rows)), default=None)
         if found is None:
@@ -150,7 +151,7 @@ class DecodeGraphs:
     def record_next(self) -> bool:
         """Record one that is missing; False if there is none, or if it has to wait for its turn."""
         missing = [size for size in self._sizes if size not in self._graphs]
-        if not missing or self._rank.tp.world_size > 1:
+        if not missing or self._is_full or self._rank.tp.world_size > 1:
             return False
         self._add(missing[-1])
         return True
@@ -164,12 +165,23 @@ class DecodeGraphs:
         return bool(all_sample) and not reports_prompt and not plan.num_drafts
 
     def _add(self, size: int) -> None:
-        """Places of no rows change nothing: their first calls are made with them."""
+        """Places of no rows change nothing: their first calls are made with them.
+
+        Without memory for it there will be no more graphs. With several ranks that raises: the others have recorded it.
+        """
         states = self._rank.states
-        if self._logits is None:
-            self._logits = torch.zeros(self._sizes[-1], states.limits.vocab_size, device=states.device)
-        step = DecodeStep(self._rank, self._logits[:size])
-        self._graphs[size] = Graph(step, self._record(step.compute), self._record(step.sample))
+        try:
+            if self._logits is None:
+                self._logits = torch.zeros(self._sizes[-1], states.limits.vocab_size, device=states.device)
+            step = DecodeStep(self._rank, self._logits[:size])
+            graph = Graph(step, self._record(step.compute), self._record(step.sample))
+        except torch.OutOfMemoryError as error:
+            if self._rank.tp.world_size > 1:
+                raise
+            self._is_full = True
+            _log.warning("no memory for CUDA graphs beyond %s: %s", sorted(self._graphs) or "none", error)
+            return
+        self._graphs[size] = graph
         _log.info("steps of up to %d decodes are a CUDA graph now", size)
 
 

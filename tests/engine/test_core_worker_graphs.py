@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from kernels.backend import KernelBackend, select_backend
 from novainfer.config import ModelConfig
@@ -143,6 +144,23 @@ def test_no_idle_time_when_a_size_is_wanted_often_then_it_is_recorded_and_a_larg
     assert generate(runner, writer, 0, 40) == generate(runner_alone, alone, 0, 40)
     assert recorder.recorded == ["compute", "sample"] * 2
     assert recorder.replayed == ["compute", "sample"] * 39
+
+
+def test_no_memory_for_a_graph_when_recorded_then_steps_run_without(model: CausalLM, kernels: KernelBackend) -> None:
+    calls = []
+
+    def record(call: Callable[[], None]) -> Callable[[], None]:
+        calls.append(call)
+        raise torch.OutOfMemoryError("none is left")
+
+    runner, writer = make_runner(model, kernels, record=record), PlanWriter()
+    writer.add(0, PROMPTS[0], **FIELDS[0])
+    runner.use_idle_time()
+    alone = PlanWriter()
+    alone.add(0, PROMPTS[0], **FIELDS[0])
+    assert generate(runner, writer, 0, 40) == generate(make_runner(model, kernels), alone, 0, 40)
+    assert not runner.use_idle_time()
+    assert len(calls) == 1
 
 
 def test_rows_in_use_when_nothing_runs_then_no_time_is_taken(model: CausalLM, kernels: KernelBackend) -> None:
