@@ -342,6 +342,10 @@ class KernelBackend(Protocol):
         """logits [B, V] float32 -> [B] int64 token ids. Row b depends on logits[b] and params[b] alone."""
         ...
 
+    def choose(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        """(token ids, is_bad [B] bool). A row with NaN or +infinity, or with no id above -infinity, is bad: token 0."""
+        ...
+
 
 def select_backend(device: torch.device, name: str | None = None, *, exact: bool = True) -> KernelBackend:
     """The backend called `name`, or the device's own: "triton" on cuda, "cpu" on cpu, "reference" elsewhere.

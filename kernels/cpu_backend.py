@@ -233,6 +233,13 @@ class CpuBackend:
             return sampling_reference.sample(logits, params)
         return sampling_cpu.sample(self._library, logits, params)
 
+    def choose(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        """Token ids, and which rows are bad."""
+        if self._library is None:
+            return sampling_reference.without_bad_rows(logits, sampling_reference.sample(logits, params))
+        is_bad = torch.empty(len(logits), dtype=torch.bool)
+        return sampling_cpu.sample(self._library, logits, params, is_bad), is_bad
+
 
 def _stored_dtype(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> torch.dtype:
     if cache_dtype is kv_reference.FLOAT8:

@@ -30,7 +30,7 @@ from kernels.paged_attention.reference import paged_attention
 from kernels.prompt_lookup.reference import find_drafts
 from kernels.rms_norm.reference import add_rms_norm, rms_norm
 from kernels.rotary.reference import rotary
-from kernels.sampling.reference import sample
+from kernels.sampling.reference import sample, without_bad_rows
 
 
 class ReferenceLinear:
@@ -168,3 +168,7 @@ class ReferenceBackend:
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """One token id per row."""
         return sample(logits, params)
+
+    def choose(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        """Token ids, and which rows are bad."""
+        return without_bad_rows(logits, self.sample(logits, params))

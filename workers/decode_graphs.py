@@ -28,7 +28,7 @@ from workers.kv_cache import KVCache
 from workers.models.base import CausalLM, ForwardBatch
 from workers.request_states import RequestStates
 from workers.row_sampling import IntArray, to_device
-from workers.sampler import NO_ROWS, Sampled, sample_plain
+from workers.sampler import NO_ROWS, Sampled
 from workers.tensor_parallel import TensorParallel
 
 Call = Callable[[], None]
@@ -94,7 +94,7 @@ class DecodeStep:
         """A token of each row, which becomes its last one."""
         kernels, tp = self._rank.kernels, self._rank.tp
         if tp.rank == 0:
-            self._token_ids, self._is_bad = sample_plain(kernels, self._logits, self._inputs.sampling)
+            self._token_ids, self._is_bad = kernels.choose(self._logits, self._inputs.sampling)
         self._token_ids = tp.broadcast(self._token_ids)
         kernels.append_tokens(self._places, self._token_ids, self._rank.states.token_ids)
 

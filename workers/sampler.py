@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.backend import KernelBackend, SamplingTensors
+from kernels.backend import KernelBackend
 from workers.logprobs import LogprobTensors, gather_logprobs
 from workers.request_states import RequestStates
 from workers.row_sampling import IntArray, TokenRules, to_device
@@ -66,28 +66,19 @@ class Sampler:
         positions = chosen.logprob_positions
         position_index = to_device(positions, logits.device)
         raw = logits[position_index] if len(positions) else None
-        sums = logits.sum(dim=1)
         output_len = states.output_len(rows, ahead)
+        was_bad: Tensor | None = None
         if not chosen.is_plain:
+            was_bad = ~(logits.sum(dim=1) < math.inf)  # what is done to them may hide it
             process_logits(logits, rows, states, output_len)
-        token_ids, is_bad = _choose(self._kernels, logits, sums, chosen.at(output_len, logits.device))
+        token_ids, is_bad = self._kernels.choose(logits, chosen.at(output_len, logits.device))
+        if was_bad is not None:
+            is_bad |= was_bad
+            token_ids.masked_fill_(is_bad, 0)
         logprobs = None
         if raw is not None:
             logprobs = gather_logprobs(raw, token_ids[position_index], int(chosen.num_logprobs.max()))
         return Sampled(rows, token_ids, is_bad, positions, chosen.num_logprobs[positions], logprobs)
-
-
-def sample_plain(kernels: KernelBackend, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """(token ids [S] int64, is_bad [S] bool), as in `Sampled`, of logits [S, V] float32 that are taken as they are."""
-    return _choose(kernels, logits, logits.sum(dim=1), params)
-
-
-def _choose(kernels: KernelBackend, logits: Tensor, sums: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """sums [S]: of the raw logits; they hand on NaN and +inf, while -inf for some ids is a legal mask."""
-    token_ids = kernels.sample(logits, params)
-    best = logits.gather(1, token_ids[:, None])[:, 0]
-    is_bad = ~(sums < math.inf) | (best == -math.inf)
-    return token_ids.masked_fill_(is_bad, 0), is_bad
 
 
 def process_logits(logits: Tensor, rows: IntArray, states: RequestStates, output_len: IntArray) -> None:

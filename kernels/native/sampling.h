@@ -12,7 +12,8 @@ struct SampleArguments {
     const float *temperature, *top_p, *min_p;
     const int32_t *top_k, *choice;
     const int64_t *seed, *index;
-    int64_t* out;  // [rows]
+    int64_t* out;     // [rows]
+    uint8_t* is_bad;  // [rows]: see `KernelBackend.choose`; the row's token is then 0. May be null
     int64_t rows, vocab_size, stride;
 };
 
@@ -228,9 +229,24 @@ long sample_row(const SampleArguments& args, long row) {
     return sampler.draw(start);
 }
 
+// Whether a row holds NaN or infinity above; -infinity for some ids is a legal mask.
+bool is_spoilt(const float* logits, long size) {
+    Vec sum = zero();
+    long i = 0;
+    for (; i + kLanes <= size; i += kLanes) sum = sum + load(logits + i);
+    if (i < size) sum = sum + load_some(logits + i, size - i);
+    return !(sum_lanes(sum) < kInfinity);
+}
+
 void sample(const SampleArguments& args, long threads) {
     const double work = (double)args.rows * args.vocab_size;
-    parallel_for(args.rows, work, threads, [&](long row) { args.out[row] = sample_row(args, row); });
+    parallel_for(args.rows, work, threads, [&](long row) {
+        const float* logits = args.logits + row * args.stride;
+        args.out[row] = sample_row(args, row);
+        if (args.is_bad == nullptr) return;
+        args.is_bad[row] = logits[args.out[row]] == -kInfinity || is_spoilt(logits, args.vocab_size);
+        if (args.is_bad[row]) args.out[row] = 0;
+    });
 }
 
 }  // namespace

@@ -17,13 +17,13 @@ class SampleArguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "choice")),
-        *((name, ctypes.c_void_p) for name in ("seed", "index", "out")),
+        *((name, ctypes.c_void_p) for name in ("seed", "index", "out", "is_bad")),
         *((name, ctypes.c_int64) for name in ("rows", "vocab_size", "stride")),
     ]
 
 
-def sample(library: NativeLibrary, logits: Tensor, params: SamplingTensors) -> Tensor:
-    """logits [B, V] float32 -> [B] int64 token ids."""
+def sample(library: NativeLibrary, logits: Tensor, params: SamplingTensors, is_bad: Tensor | None = None) -> Tensor:
+    """logits [B, V] float32 -> [B] int64 token ids; is_bad [B] bool is written: see `KernelBackend.choose`."""
     check_sampling(logits, params)
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
@@ -37,6 +37,7 @@ def sample(library: NativeLibrary, logits: Tensor, params: SamplingTensors) -> T
         params.seed.data_ptr(),
         params.index.data_ptr(),
         out.data_ptr(),
+        0 if is_bad is None else is_bad.data_ptr(),
         rows,
         vocab_size,
         logits.stride(0),

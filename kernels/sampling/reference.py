@@ -79,3 +79,11 @@ def _kept_ids(x: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
         length = int((sums < top_p * sums[-1]).sum()) + 1
         order, masses = order[:length], masses[:length]
     return order[masses >= min_p]
+
+
+def without_bad_rows(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """What `KernelBackend.choose` gives for logits [B, V] of which token_ids [B] were sampled; on their device."""
+    sums = logits.sum(dim=1)  # hands on NaN and +inf, while -inf for some ids is a legal mask
+    best = logits.gather(1, token_ids[:, None])[:, 0]
+    is_bad = ~(sums < math.inf) | (best == -math.inf)
+    return token_ids.masked_fill(is_bad, 0), is_bad

@@ -194,3 +194,26 @@ def test_no_rows_give_no_tokens(backend: KernelBackend, device: torch.device) ->
     tokens = backend.sample(torch.zeros(0, 4, device=device), sampling_tensors(device, 0))
     assert tokens.shape == (0,)
     assert tokens.dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", ["reference", "triton", "cpu"])
+@pytest.mark.parametrize("vocab", [1, 5, 16, 37, 4099])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rows_that_are_not_finite_or_leave_nothing_when_chosen_from_then_bad_and_the_others_as_sampled(
+    name: str, vocab: int, temperature: float, device: torch.device
+) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    if name == "cpu" and device.type != "cpu":
+        pytest.skip("the CPU's kernels want tensors on a CPU")
+    backend = select_backend(device, name)
+    good = torch.randn(2, vocab, generator=torch.Generator().manual_seed(vocab)).to(device)
+    rows = good.repeat(4, 1)
+    rows[2, vocab - 1], rows[3, vocab // 2], rows[5] = math.nan, math.inf, -math.inf
+    rows[4, : vocab - 1] = -math.inf  # a mask, of which the last id is left
+    params = sampling_tensors(device, 8, temperature=[temperature], seed=[1])
+    tokens, is_bad = backend.choose(rows, params)
+    assert is_bad.tolist() == [False, False, True, True, False, True, False, False]
+    assert tokens[is_bad].tolist() == [0, 0, 0]
+    assert tokens[~is_bad].tolist() == backend.sample(rows, params)[~is_bad].tolist()
+    assert int(tokens[4]) == vocab - 1
