@@ -18,8 +18,7 @@ from torch import Tensor
 from kernels.memory import commit
 
 _PIECE_BYTES = 2 << 20  # asked for at a time: so little that a step hardly waits if it begins meanwhile
-_QUIET_SECONDS = 0.05  # without a step, or a busy one, before more is asked for
-_PAUSE_SECONDS = 0.03  # between pieces, beside steps that are not busy: a core that gives memory does nothing else
+_QUIET_SECONDS = 0.05  # without a busy step before more is asked for
 _MOST_SECONDS = 0.2  # that a piece waits for that: others might take the memory meanwhile
 _BUSY_TOKENS = 9  # make a step busy; with fewer it waits for the weights, not for the processor
 _LOWEST_PRIORITY = 19
@@ -45,8 +44,8 @@ class CacheMemory:
         self._num_pieces = 0  # that were taken, or are being taken
         self._lock = threading.Lock()  # for that
         self._num_used = 0  # blocks up to here were used
-        self._is_in_step = self._is_busy = False
-        self._last_step = self._last_busy = time.monotonic()  # when it ended
+        self._is_busy = False
+        self._last_busy = time.monotonic()  # when the last busy step ended
         self._is_wanted, self._is_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="KV cache memory")
 
@@ -72,7 +71,7 @@ class CacheMemory:
 
     def step_begins(self, new_blocks: Iterable[int], num_tokens: int) -> None:
         """`new_blocks`: numbers of those that it is the first to use, and maybe others."""
-        self._is_in_step, self._is_busy = True, num_tokens >= _BUSY_TOKENS
+        self._is_busy = num_tokens >= _BUSY_TOKENS
         num_used = max(new_blocks, default=-1) + 1
         if num_used > self._num_used:
             self._num_used = num_used
@@ -80,10 +79,9 @@ class CacheMemory:
 
     def step_ends(self) -> None:
         """Of steps there is one at a time."""
-        self._last_step = time.monotonic()
         if self._is_busy:
-            self._last_busy = self._last_step
-        self._is_in_step = self._is_busy = False
+            self._last_busy = time.monotonic()
+        self._is_busy = False
 
     def close(self) -> None:
         """Take no more."""
@@ -122,13 +120,11 @@ class CacheMemory:
         return block < self._num_used + self._ahead
 
     def _give_way(self, block: int) -> None:
-        """Wait while a busy step runs, a little beside others; not if the block is soon used, nor for too long.
+        """Wait while a busy step runs; not if the block is soon used, nor for too long.
 
         Looks now and then, while there is something to do: an event would cost every step more than that.
         """
         began = now = time.monotonic()
-        if self._is_in_step or now - self._last_step < _QUIET_SECONDS:
-            self._is_closed.wait(_PAUSE_SECONDS)
         while now - began < _MOST_SECONDS and (self._is_busy or now - self._last_busy < _QUIET_SECONDS):
             if self._is_closed.wait(_QUIET_SECONDS) or self._is_soon_used(block):
                 return
