@@ -105,6 +105,8 @@ class Context:
         params: AttentionParams,
     ) -> Tensor:
         """The backend's attention of one step, into an output full of NaN."""
+        if params.sinks is not None:
+            params = replace(params, sinks=params.sinks.to(self.device))
         query, metadata = self.step(spans, num_decodes)
         out = torch.full_like(query, float("nan"))
         returned = backend.paged_attention(query, *self.caches(backend), metadata, params, out)

@@ -122,11 +122,12 @@ def test_keys_and_values_when_stored_by_themselves_as_e4m3_then_as_the_reference
     key[0, 0, 0], value[1, 1, 5] = math.nan, math.inf
     slots = torch.tensor([0, 17, 47, -1, 18], device=device)
     caches = TritonBackend(device).allocate_kv_cache(BLOCKS, BLOCK, 2, 24, dtype, device, torch.float8_e4m3fn)
-    wanted = ReferenceBackend().allocate_kv_cache(BLOCKS, BLOCK, 2, 24, dtype, device, torch.float8_e4m3fn)
+    cpu = torch.device("cpu")
+    wanted = ReferenceBackend().allocate_kv_cache(BLOCKS, BLOCK, 2, 24, dtype, cpu, torch.float8_e4m3fn)
     TritonBackend(device).store_kv(key, value, *caches, slots)
-    ReferenceBackend().store_kv(key, value, *wanted, slots)
+    ReferenceBackend().store_kv(key.cpu(), value.cpu(), *wanted, slots.cpu())
     for cache, other in zip(caches, wanted, strict=True):
-        got = cache.transpose(1, 2).contiguous().view(torch.uint8)
+        got = cache.cpu().transpose(1, 2).contiguous().view(torch.uint8)
         assert torch.equal(got & 127, other.view(torch.uint8) & 127)
         assert torch.equal(got[other.float() < 0] >> 7, torch.ones_like(got[other.float() < 0]))
 
