@@ -10,7 +10,6 @@ import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
 
 from novainfer.errors import InvalidRequestError
 from novainfer.sampling.params import MAX_ID_LIST
@@ -20,7 +19,6 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 256
-MAX_TOOL_NAME = 256  # characters
 MAX_TEMPLATE_KWARGS = 16
 KWARG_NAME = r"^[A-Za-z][A-Za-z0-9_]{0,63}$"
 
@@ -53,18 +51,6 @@ TemplateKwargs = Annotated[
     Field(max_length=MAX_TEMPLATE_KWARGS),
     _at_most(MAX_TEMPLATE_KWARGS),
 ]
-
-
-def _tool(value: dict[str, Any]) -> dict[str, Any]:
-    """As the caller has it: templates write out more than we know of."""
-    function = value.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if value.get("type") != "function" or not isinstance(name, str) or not 1 <= len(name) <= MAX_TOOL_NAME:
-        raise PydanticCustomError("tool", "each is an object with the type 'function' and a function that has a name")
-    return value
-
-
-Tools = Annotated[Items[Annotated[dict[str, Any], AfterValidator(_tool)]], Field(max_length=MAX_TOOLS)]
 
 
 def _empty(kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
@@ -131,7 +117,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
-    tools: Tools = _empty(list)
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = _empty(list)
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     modalities: Items[str] = ["text"]
@@ -165,7 +151,7 @@ class TokenizeRequest(_Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: TemplateKwargs = _empty(dict)
-    tools: Tools = _empty(list)
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = _empty(list)
 
 
 class DetokenizeRequest(_Body):

@@ -43,7 +43,7 @@ class Host:
         tmp.mkdir()
         self.tmp, self.address = tmp, address
         self._process = subprocess.Popen(
-            [*_UNSHARE, "sh", "-c", _FIRST_PROCESS, str(tmp), *_kept()],
+            [*_UNSHARE, "sh", "-c", _FIRST_PROCESS, str(tmp), *kept_folders()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -85,7 +85,7 @@ class Host:
         return mine
 
 
-def _kept(private: str = "/tmp") -> list[str]:
+def kept_folders(private: str = "/tmp") -> list[str]:
     """What a host shares with us below a folder that is its own: this checkout, the interpreter, compiled kernels."""
     kernels = Path.home() / ".cache" / "novainfer" / "native"
     folders = Path(__file__).resolve().parent.parent, Path(sys.prefix), Path(sys.base_prefix), kernels

@@ -137,9 +137,3 @@ def test_integers_that_the_kernel_cannot_take_when_packed_then_value_error(
     given = {"integers": torch.ones(20, 64, dtype=torch.int8), "scales": torch.ones(20, 2).half(), "group": 32}
     with pytest.raises(ValueError, match=reason):
         CpuBackend().pack_integers(IntegerWeight(**{**given, **changes}), None, torch.float32)  # type: ignore[arg-type]
-
-
-def test_triton_backend_when_given_integers_then_it_has_no_layer_of_them() -> None:
-    triton_backend = pytest.importorskip("kernels.triton_backend")
-    backend = object.__new__(triton_backend.TritonBackend)  # packing looks at nothing
-    assert backend.pack_integers(make_weight(4, 8, 8, (-8, 7), torch.float16), None, torch.float32) is None

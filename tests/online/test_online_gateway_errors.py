@@ -169,9 +169,6 @@ def test_given_a_body_that_is_no_request_when_sent_then_400(pair: Pair, body: by
     [
         (TEXT, {"prompt": [-1]}, "a list of token ids (whole numbers from 0)"),
         (TEXT, {"prompt": "a", "stop": [None]}, "it is a string or a list of strings"),
-        (CHAT, {"messages": HELLO, "tools": [{}]}, "each is an object with the type 'function'"),
-        (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": ""}}]}, "that has a name"),
-        (CHAT, {"messages": HELLO, "tools": [{"type": "x", "function": {"name": "f"}}]}, "the type 'function'"),
         (CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls must be"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls must be"),
         (CHAT, {"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content: only text"),
