@@ -78,7 +78,7 @@ class Host:
         """Give the host a home directory of its own at `home`; the folder that it is here."""
         mine = self.tmp / "home"
         mine.mkdir()
-        for folder in _kept(str(home)):
+        for folder in kept_folders(str(home)):
             (mine / Path(folder).relative_to(home)).mkdir(parents=True)
             self.run("mount", "--bind", folder, f"/tmp/home/{Path(folder).relative_to(home)}")
         self.run("mount", "--rbind", "/tmp/home", str(home))
