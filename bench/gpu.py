@@ -114,13 +114,11 @@ def correct(run: Run) -> None:
     """The tests of the kernels, compiled (here: interpreted) for this device. Ends the run if one fails."""
     import pytest
 
-    tests = Path(__file__).resolve().parents[1] / "tests" / "kernels"
     files = ["triton_linear", "attention", "attention_input", "decode_inputs", "elementwise", "sampling",
              "triton_float8", "triton_gate_up", "triton_integers"]  # fmt: skip
-    chosen = [str(tests / f"test_kernels_{name}.py") for name in (files[:1] if run.is_toy else files)]
     few = ["-k", "stride or four_bits or not_finite"] if run.is_toy else []
     began = time.perf_counter()
-    status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *few, *chosen])
+    status = pytest.main([*_pytest(*(files[:1] if run.is_toy else files)), *few])
     if status:
         raise SystemExit(f"the tests of the kernels failed ({status}): nothing is timed")
     run.add("correct", "tests of the kernels", "passed", seconds=time.perf_counter() - began)
@@ -132,17 +130,29 @@ def sanitizer(run: Run) -> None:
     if run.is_toy or program is None:
         run.add("sanitizer", "attention", "left out: no compute-sanitizer")
         return
-    tests = Path(__file__).resolve().parents[1] / "tests" / "kernels" / "test_kernels_attention.py"
-    command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", str(tests),
-               "-k", "mixed_decode or several_launches or padding_rows"]  # fmt: skip
+    command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest",
+               *_pytest("attention"), "-k", "mixed_decode or several_launches or padding_rows"]  # fmt: skip
+    _check(run, "sanitizer", "attention", command, _SANITIZER_SECONDS)
+
+
+def _pytest(*names: str) -> list[str]:
+    """Arguments for tests of kernels alone: what the other tests want to import need not be installed."""
+    folder = Path(__file__).resolve().parents[1] / "tests" / "kernels"
+    files = [str(folder / f"test_kernels_{name}.py") for name in names]
+    return ["-q", "-x", "-p", "no:cacheprovider", "-W", "default", "--confcutdir", str(folder), *files]
+
+
+def _check(run: Run, stage: str, what: str, command: list[str], most_seconds: float = float("inf")) -> None:
+    """Run a command that says by its status whether all is well. Ends the run if it is not."""
     began = time.perf_counter()
-    status = _status_of(command, min(run.seconds_left, _SANITIZER_SECONDS))
-    if status:
-        raise SystemExit(f"attention is not clean ({status})")
-    if status is None:
-        run.add("sanitizer", "attention", "left out: the time is up")
-    else:
-        run.add("sanitizer", "attention", "clean", seconds=time.perf_counter() - began)
+    try:
+        done = subprocess.run(command, check=False, timeout=min(run.seconds_left, most_seconds))
+    except subprocess.TimeoutExpired:
+        run.add(stage, what, "left out: the time is up")
+        return
+    if done.returncode:
+        raise SystemExit(f"{stage}: {what} failed ({done.returncode})")
+    run.add(stage, what, "passed", seconds=time.perf_counter() - began)
 
 
 def attention(run: Run) -> None:
@@ -229,22 +239,7 @@ def exact(run: Run) -> None:
         run.add("exact", "matrix", "left out")
         return
     command = [sys.executable, "-m", "tests.exactness.matrix", "--device", "cuda", "--pairs", "400"]
-    began = time.perf_counter()
-    status = _status_of(command, run.seconds_left)
-    if status:
-        raise SystemExit(f"the exactness matrix failed ({status})")
-    if status is None:
-        run.add("exact", "matrix", "left out: the time is up")
-    else:
-        run.add("exact", "matrix, 400 pairs", "no difference", seconds=time.perf_counter() - began)
-
-
-def _status_of(command: list[str], seconds: float) -> int | None:
-    """How it ended; None if it would have taken longer."""
-    try:
-        return subprocess.run(command, check=False, timeout=seconds).returncode
-    except subprocess.TimeoutExpired:
-        return None
+    _check(run, "exact", "matrix, 400 pairs", command)
 
 
 _STAGES: dict[str, Callable[[Run], None]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from kernels.triton_backend import TritonBackend
 Call = Callable[[], object]
 
 BLOCK = 16
+_MOST_SHAPES = 64
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Call:
@@ -32,8 +33,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Call:
     """The same by flex_attention, compiled where there is a GPU."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    on_gpu = query.is_cuda
-    attend: Any = torch.compile(flex_attention, dynamic=False) if on_gpu else flex_attention
+    attend: Any = _compiled_flex() if query.is_cuda else flex_attention
     mask = None
     if is_causal:
         offset = key.shape[2] - query.shape[2]
@@ -43,6 +43,17 @@ def flex(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Call:
             device=str(query.device),
         )
     return partial(attend, query, key, value, block_mask=mask, enable_gqa=True)
+
+
+@cache
+def _compiled_flex() -> Any:
+    """For every shape anew; beyond a limit torch would go on without fusing, which is not what is to be measured."""
+    import torch._dynamo
+    from torch.nn.attention.flex_attention import flex_attention
+
+    config: Any = torch._dynamo.config
+    config.recompile_limit = _MOST_SHAPES
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def flashinfer_decode(lengths: Sequence[int], heads: int, kv_heads: int, dim: int, device: torch.device) -> Call | None:
@@ -110,6 +121,8 @@ def transformers_seconds(folder: str, prompts: list[list[int]], num_output: int,
     """A job by transformers' continuous batching. Raises whatever it raises where it cannot do it."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the engine before has given up: its cache goes by what is free
     make_config: Any = GenerationConfig
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     model = model.to(device).eval()

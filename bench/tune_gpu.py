@@ -115,7 +115,7 @@ def _best(question: Question, clock: Any) -> tuple[int, int] | None:
         try:
             made = [lambda call=call, run=run: run(call) for call in question.calls()]
             made[0]()
-        except RuntimeError as error:  # more shared memory or registers than there are
+        except Exception as error:  # more shared memory or registers than there are
             print(f"{question.key}: {candidate} does not run: {error}")
             continue
         calls[str(candidate)] = made

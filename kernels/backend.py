@@ -47,7 +47,8 @@ class AttentionParams:
     scale: float
     sliding_window: int | None = None  # a query at position p sees keys p - window + 1 .. p
     soft_cap: float | None = None  # scores = soft_cap * tanh(scores / soft_cap), after scale
-    sinks: Tensor | None = None  # [H] float32: each the score of one more key, which has no value
+    # [H] float32: each the score of one more key, which has no value. Tensors do not compare to one truth.
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,10 @@ def float8_bits(value):
 def float8_value(number):
     """float8 -> float32, for the interpreter, which has no such products."""
     bits = number.to(tl.uint8, bitcast=True).to(tl.int32)
-    return (((bits & 127) << 20) | ((bits & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    value = (((bits & 127) << 20) | ((bits & 128) << 24)).to(
+        tl.float32, bitcast=True
+    ) * 1.329227995784916e36  # 2 ** 120
+    return tl.where((bits & 127) == 127, float("nan"), value)
 
 
 @triton.jit

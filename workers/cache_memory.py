@@ -55,14 +55,13 @@ class CacheMemory:
             return
         deadline = time.monotonic() + seconds
 
-        def take() -> None:
+        def take(_: int) -> None:
             while time.monotonic() < deadline and (self._is_whole or self._is_soon_used(self._next_block())):
                 if not self._take_next():
                     return
 
         with ThreadPoolExecutor(num_threads, thread_name_prefix="KV cache memory") as pool:
-            for _ in range(num_threads):
-                pool.submit(take)
+            list(pool.map(take, range(num_threads)))  # raises what they raise
 
     def start(self) -> None:
         """Begin to take the rest."""

@@ -104,8 +104,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def use_idle_time(self) -> bool:
-        """See `Runner`: record a graph."""
-        return self._graphs is not None and not self.states.in_use.any() and self._graphs.record_next()
+        """See `Runner`: record a graph. Rows may be in use: of those that have ended the next plan tells."""
+        return self._graphs is not None and self._graphs.record_next()
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step to its end: the result on rank 0, None elsewhere. Raises `EngineError` for an impossible plan."""

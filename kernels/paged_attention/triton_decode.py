@@ -237,7 +237,7 @@ def decode_attention(
     for first in range(0, metadata.num_decodes, per_launch):
         rows = slice(first, min(first + per_launch, metadata.num_decodes))
         seq_lens = metadata.seq_lens[rows]
-        key = ("decode work", window, first)
+        key = ("decode work", window, rows.start, rows.stop)
         if key not in metadata.derived:
             metadata.derived[key] = WorkList.of(seq_lens, metadata.max_seq_len, window)
         work = metadata.derived[key]

@@ -163,13 +163,20 @@ def test_no_memory_for_a_graph_when_recorded_then_steps_run_without(model: Causa
     assert len(calls) == 1
 
 
-def test_rows_in_use_when_nothing_runs_then_no_time_is_taken(model: CausalLM, kernels: KernelBackend) -> None:
+def test_rows_in_use_when_graphs_are_recorded_then_they_go_on_as_if_nothing_had_been(
+    model: CausalLM, kernels: KernelBackend
+) -> None:
     runner, recorder = with_graphs(model, kernels, 0)
-    writer = PlanWriter()
-    writer.add(0, PROMPTS[0])
-    execute(runner, writer.plan({}))
-    runner.use_idle_time()
-    assert recorder.recorded == []
+    writer, alone = PlanWriter(), PlanWriter()
+    writer.add(0, PROMPTS[2], **FIELDS[0])
+    alone.add(0, PROMPTS[2], **FIELDS[0])
+    tokens = generate(runner, writer, 0, 3)
+    while runner.use_idle_time():  # rows that have ended are freed by the next plan: they are in use meanwhile
+        pass
+    tokens += generate(runner, writer, 0, 5)
+    assert tokens == generate(make_runner(model, kernels), alone, 0, 8)
+    assert recorder.recorded == ["compute", "sample"] * len(graph_sizes(8))
+    assert recorder.replayed == ["compute", "sample"] * 5
 
 
 def test_a_poisoned_row_when_decoded_by_a_graph_then_it_alone_is_bad(model: CausalLM, kernels: KernelBackend) -> None:

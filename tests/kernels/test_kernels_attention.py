@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.backend import AttentionParams, KernelBackend, select_backend
+from kernels.cpu_backend import CpuBackend
 from kernels.paged_attention import triton_decode
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import Context, Heads, assert_close
@@ -180,6 +181,35 @@ def test_the_faster_prefill_equals_float64(device: torch.device) -> None:
     context = Context([100], Heads(group=3, kv=1, dim=16), device)
     spans = [(0, 20, 100)]
     assert_close(context.attend(backend, spans, 0, PLAIN), context.oracle(spans, PLAIN), torch.float32)
+
+
+def test_a_value_of_e4m3_that_is_none_when_seen_then_its_row_alone_is_none(
+    triton_backend: KernelBackend, device: torch.device
+) -> None:
+    context = Context([20, 20], Heads(kv=1, dim=16, is_float8=True), device)
+    context.values[0][7, 0, 3] = float("nan")
+    got = context.attend(triton_backend, _decodes([20, 20]), 2, PLAIN)
+    assert got[0, 0].isnan().nonzero().flatten().tolist() == [3]
+    assert not got[1].isnan().any()
+
+
+def test_sinks_when_a_backend_has_none_then_they_are_refused() -> None:
+    backend, cpu = CpuBackend(), torch.device("cpu")
+    context = Context([20], Heads(group=3, kv=1, dim=16), cpu)
+    query, metadata = context.step([(0, 10, 20)], 0)
+    caches = backend.allocate_kv_cache(context.num_blocks, 16, 1, 16, torch.float32, cpu)
+    with pytest.raises(ValueError, match="no attention sinks"):
+        backend.paged_attention(query, *caches, metadata, AttentionParams(0.3, sinks=SINKS))
+    program = backend.program(4, torch.float32)
+    assert program is not None
+    rows = program.buffer("rows", 48).view(4, 3, 16)
+    with pytest.raises(ValueError, match="no attention sinks"):
+        program.paged_attention(rows, *caches, AttentionParams(0.3, sinks=SINKS), rows)
+
+
+def test_layers_with_sinks_when_compared_then_the_rest_decides() -> None:
+    assert AttentionParams(0.3, sinks=SINKS) == AttentionParams(0.3, sinks=SINKS + 1)
+    assert AttentionParams(0.3, sinks=SINKS) != AttentionParams(0.4, sinks=SINKS)
 
 
 def test_wrong_shapes_are_refused(triton_backend: KernelBackend, device: torch.device) -> None:

@@ -13,10 +13,13 @@ import torch
 pytest.importorskip("triton")
 
 from bench.gpu import STAGES
+from bench.gpu_clock import Clock
 from bench.gpu_jobs import covered
 from bench.tune_gpu import questions
 from kernels import triton_tuning
 from kernels.triton_tuning import forced, launch_options, read_table
+
+TritonError = pytest.importorskip("triton.errors").TritonError  # an Exception, no RuntimeError
 
 pytestmark = pytest.mark.stage0
 
@@ -38,6 +41,16 @@ def test_the_gpu_benchmark_when_rehearsed_then_every_stage_has_its_rows(tmp_path
     transformers = next(row for row in rows if row["who"] == "transformers")
     assert transformers["tokens_per_second"] > 0
     assert set(who) == set(STAGES)
+
+
+def test_calls_that_fail_when_compared_then_they_are_left_out_unless_they_are_ours() -> None:
+    def fail() -> None:
+        raise TritonError("no room")
+
+    clock = Clock(torch.device("cpu"))
+    assert set(clock.compare({"novainfer": [lambda: None], "others": [fail]})) == {"novainfer"}
+    with pytest.raises(TritonError):
+        clock.compare({"novainfer int8": [fail], "others": [lambda: None]})
 
 
 def test_stages_when_the_time_is_up_then_they_are_named_as_left_out(tmp_path: Path) -> None:
