@@ -2,6 +2,8 @@
 
 Every launch passes `enable_fp_fusion=False`: which products and sums the compiler would contract may differ from
 kernel to kernel and from version to version, and with it the last bit.
+Integers that differ from step to step are not specialised on: a new version of a kernel, for one of 1 or for a
+multiple of 16, would be compiled while requests wait.
 Importing this module imports triton, so only the Triton modules may import it.
 """
 

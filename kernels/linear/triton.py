@@ -63,7 +63,7 @@ def _rounded_and_gated(
     return gated(gate, up, ACTIVATION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x,  # [num_rows, K]
     row_scales,  # [num_rows] float32 where FLOAT8
@@ -146,7 +146,7 @@ def _chunks_total(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_chunks_kernel(
     partial,  # [chunks, num_rows, N] float32
     row_scales,  # [num_rows] float32 where FLOAT8

@@ -43,7 +43,7 @@ def _low(seq_lens, WINDOW: tl.constexpr):
     return tl.maximum(seq_lens - WINDOW, 0) if WINDOW > 0 else seq_lens * 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _list_kernel(
     seq_lens,  # [num_seqs] int32
     starts,  # [num_seqs + 1] int32, written: each sequence's first item
@@ -68,7 +68,7 @@ def _list_kernel(
         tl.store(items + start + at, tl.full([WRITTEN], 0, tl.int32) + seq, mask=at < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _decode_kernel(
     query,  # [num_seqs, num_heads, head_dim]
     key_cache,  # [num_blocks, num_kv_heads, block_size, head_dim]
@@ -205,7 +205,7 @@ class WorkList:
             starts,
             items,
             num_seqs,
-            BLOCK=next_power_of_2(num_seqs, 32),
+            BLOCK=next_power_of_2(num_seqs, 256),
             WRITTEN=128,
             WINDOW=window,
             CHUNK=CHUNK,
@@ -300,7 +300,7 @@ def _launch(
         HAS_SOFT_CAP=params.soft_cap is not None,
         HAS_SINKS=params.sinks is not None,
         FLOAT8=is_float8(caches[0]),
-        DEPENDENT=is_merged and has_dependent_launch(query.device),
+        DEPENDENT=has_dependent_launch(query.device),
         INTERPRETED=INTERPRETED,
         enable_fp_fusion=False,
         **launch_options("decode", query.device, (4, 3), head_dim=head_dim, itemsize=query.element_size()),

@@ -44,7 +44,10 @@ def _find_tile(
     return seq, (tile_index - first_tile) * BLOCK_Q
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_seqs", "table_stride"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc"],  # parts of tensors begin anywhere
+)
 def _prefill_kernel(
     query,  # [num_tokens, num_heads, head_dim]
     key_cache,  # [num_blocks, num_kv_heads, block_size, head_dim]
@@ -173,7 +176,7 @@ def prefill_attention(
         GROUP=num_heads // num_kv_heads,
         GROUP_PADDED=group_padded,
         ROWS=rows,
-        BLOCK_SEQS=next_power_of_2(num_seqs),
+        BLOCK_SEQS=next_power_of_2(num_seqs, 256),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,

@@ -66,7 +66,7 @@ def _launch(
     """(norm, sum); the sum is x itself where there is no residual."""
     hidden = x.shape[-1]
     # Heads of a fused projection arrive as strided [T, H, D] views; other strided inputs are copied.
-    rows = x if x.ndim == 3 else x.reshape(1, -1, hidden)
+    rows = x if x.ndim == 3 else x.reshape(-1, 1, hidden)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
     num_rows = rows.shape[0] * rows.shape[1]

@@ -280,7 +280,8 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return tokens
-    last_keys, last_ids = torch.empty(2, num_rows, dtype=torch.int32, device=device)
+    last_keys = torch.empty(num_rows, dtype=torch.int32, device=device)
+    last_ids = torch.empty(num_rows, dtype=torch.int32, device=device)
     largests = torch.empty(num_rows, dtype=torch.float32, device=device)
     search_block = min(_SEARCH_BLOCK, next_power_of_2(vocab_size, 32))
     _filter_kernel[(num_rows,)](

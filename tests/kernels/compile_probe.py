@@ -1,12 +1,14 @@
 """Compiles every Triton kernel for Hopper as its wrapper launches it, without a GPU. Run with TRITON_INTERPRET=0.
 
-Prints one JSON object: kernel name -> sorted list of the tensor core instructions in its code.
+Prints one JSON object: kernel name -> sorted list of the tensor core instructions in its code. With the argument
+`versions` it compiles nothing: kernel name -> how many versions of it steps of many sizes take.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -41,22 +43,38 @@ _POINTERS = {
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 _instructions: dict[str, set[str]] = {}
+_versions: dict[str, set[str]] = {}
 
 
-def _compile(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, **keywords: Any) -> None:
-    """Takes the place of a launch: compiles with the argument types and constants of this call."""
+def _specialised(
+    kernel: JITFunction, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
+    """What Triton makes a version of the kernel for: types, constants, alignments and options of this call."""
     options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords}
     values = dict(zip((param.name for param in kernel.params), args, strict=False)) | keywords
     signature, constants, attributes = {}, {}, {}
     for position, param in enumerate(kernel.params):
         value = values[param.name]
         is_tensor = isinstance(value, torch.Tensor)
-        if param.is_constexpr or (isinstance(value, int) and value == 1):  # a launch makes a constant of 1
+        is_integer = isinstance(value, int) and not param.do_not_specialize
+        if param.is_constexpr or (is_integer and value == 1):  # a launch makes a constant of 1
             signature[param.name], constants[(position,)] = "constexpr", value
             continue
         signature[param.name] = _POINTERS[value.dtype] if is_tensor else "fp32" if isinstance(value, float) else "i32"
-        if is_tensor or (isinstance(value, int) and value % 16 == 0):  # and passes on what aligns loads
+        number = value.data_ptr() if is_tensor else value if is_integer else 1
+        if number % 16 == 0 and not param.do_not_specialize_on_alignment:  # and passes on what aligns loads
             attributes[(position,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes, options
+
+
+def _note(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, **keywords: Any) -> None:
+    """Takes the place of a launch: remembers the version."""
+    _versions.setdefault(kernel.__name__, set()).add(repr(_specialised(kernel, args, keywords)))
+
+
+def _compile(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, **keywords: Any) -> None:
+    """Takes the place of a launch: compiles with the argument types and constants of this call."""
+    signature, constants, attributes, options = _specialised(kernel, args, keywords)
     source = ASTSource(kernel, signature, constants, attributes)
     ptx = compile_triton(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     if early := _reads_too_early(ptx):
@@ -132,8 +150,36 @@ def _launch_everything(backend: TritonBackend) -> None:
     backend.append_tokens(step, tokens, table)
 
 
+def _steps_of_many_sizes(backend: TritonBackend) -> None:
+    """One layer's calls of steps that differ in rows, decodes among them and length, as a server makes them."""
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    caches = backend.allocate_kv_cache(2, 16, 2, 64, dtype, cpu)
+    weight, layer = torch.zeros(64, dtype=dtype), backend.pack_linear(torch.zeros(96, 1104, dtype=dtype))
+    for num_seqs, decodes, longest in ((1, 0, 7), (1, 1, 9), (2, 1, 40), (5, 5, 500), (16, 3, 256), (64, 64, 3000)):
+        tokens = decodes + 7 * (num_seqs - decodes)
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+        table = torch.zeros(num_seqs, -(-longest // 16), dtype=torch.int32)
+        lengths = torch.full((num_seqs,), longest, dtype=torch.int32)
+        metadata = AttentionMetadata(starts, lengths, table, decodes, 7, longest)
+        heads, places = torch.zeros(tokens, 10, 64, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+        given = AttentionInput(
+            6, HeadNorms(weight, weight, 1e-6, 0.0), places, torch.zeros(4, 2, 32), *caches, places
+        )  # fmt: skip
+        query = backend.attention_input(heads, given)
+        backend.paged_attention(query, *caches, metadata, AttentionParams(0.1))
+        backend.add_rms_norm(heads[:, 0].contiguous(), heads[:, 1].contiguous(), weight, 1e-6)
+        backend.gate_up(layer, torch.zeros(tokens, 1104, dtype=dtype), "silu")
+        layer(torch.zeros(tokens, 1104, dtype=dtype))
+        backend.sample(torch.zeros(num_seqs, 9000), sampling_tensors(cpu, num_seqs))
+
+
 if __name__ == "__main__":
-    JITFunction.run = _compile
     triton_decode.has_dependent_launch = lambda device: True  # it asks a device
+    if sys.argv[1:] == ["versions"]:
+        JITFunction.run = _note
+        _steps_of_many_sizes(TritonBackend(torch.device("cuda")))
+        print(json.dumps({name: len(found) for name, found in _versions.items()}))
+        sys.exit()
+    JITFunction.run = _compile
     _launch_everything(TritonBackend(torch.device("cuda")))
     print(json.dumps({name: sorted(found) for name, found in _instructions.items()}))
