@@ -90,7 +90,8 @@ def _gather_slice(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTen
     # The last-dimension log_softmax reduces each row by itself, in an order that depends on V alone.
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = token_ids[:, None]
-    top_ids = _top_ids(logits, num_top)
+    # On a CPU finding them by keys takes far longer; on a GPU looking for ties would wait for the device.
+    top_ids = top_ids_by_key(logits, num_top) if logits.is_cuda else top_ids_of(logits, num_top)
     return LogprobTensors(
         token_ids=token_ids,
         logprobs=logprobs.gather(1, chosen)[:, 0],
@@ -110,7 +111,16 @@ def _ranks(logits: Tensor, chosen: Tensor) -> Tensor:
     return (1 + larger + equal).long()
 
 
-def _top_ids(logits: Tensor, num_top: int) -> Tensor:
+def top_ids_by_key(logits: Tensor, num_top: int) -> Tensor:
+    """What `top_ids_of` finds, in one search over integers no two of which are equal; NaNs may come anywhere."""
+    vocab_size = logits.shape[1]
+    bits = (logits + 0.0).view(torch.int32)  # in this sum both zeros are one
+    in_order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers they now have the order of the numbers
+    keys = in_order.long() * vocab_size + torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    return vocab_size - 1 - keys.topk(min(num_top, vocab_size), dim=1).values.remainder_(vocab_size)
+
+
+def top_ids_of(logits: Tensor, num_top: int) -> Tensor:
     """The num_top ids of largest logit, ties to the lower id: [R, num_top] int64."""
     if num_top == 0:
         return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)

@@ -145,6 +145,6 @@ def _mask(logits: Tensor, rule: TokenRules, output_len: int) -> None:
         logits.fill_(-math.inf)
         logits[rule.allowed_ids] = kept
     if rule.banned_ids is not None:
-        logits[rule.banned_ids] = -math.inf
+        logits.index_fill_(0, rule.banned_ids, -math.inf)
     if rule.early_stop_ids is not None and output_len < rule.min_tokens:
-        logits[rule.early_stop_ids] = -math.inf
+        logits.index_fill_(0, rule.early_stop_ids, -math.inf)

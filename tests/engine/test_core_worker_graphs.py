@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kernels.backend import KernelBackend, select_backend
 from novainfer.config import ModelConfig
@@ -193,74 +190,6 @@ def test_a_poisoned_row_when_decoded_by_a_graph_then_it_alone_is_bad(model: Caus
         key_cache[blocks] = math.nan
     result = execute(runner, writer.plan({0: 1, 1: 1}))
     assert (result.bad_rows, recorder.replayed) == ([0], ["compute", "sample"])
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses operations that need a value, or a size, from the device, or that bring one there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_seen = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags)
-        assert not waits, f"{op} cannot be in a graph"
-        assert op is not torch.ops.aten.lift_fresh.default, f"{op} cannot be in a graph"
-        self.num_seen += 1
-        return op(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        ("qwen3", {}),
-        ("gemma3", {}),
-        ("phi3_longrope", {}),
-        ("llama_dynamic", {"quantization": "int4"}),
-        ("qwen2", {"quantization": "fp8"}),
-    ],
-)
-def test_recorded_calls_over_triton_when_watched_then_nothing_in_them_waits_for_the_host(
-    family: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    from triton.runtime.interpreter import GridExecutor
-
-    from kernels.triton_backend import TritonBackend
-    from kernels.triton_launch import INTERPRETED
-
-    if not INTERPRETED:
-        pytest.skip("Triton compiles for a GPU here; the interpreter is what runs on a CPU")
-    launch = GridExecutor.__call__
-
-    def unwatched(*args: Any, **kwargs: Any) -> None:  # what the interpreter does in place of a launch
-        with _disable_current_modes():
-            launch(*args, **kwargs)
-
-    watched: list[int] = []
-
-    def record(call: Callable[[], None]) -> Callable[[], None]:
-        call()
-        with NoWaiting() as mode:
-            call()
-        watched.append(mode.num_seen)
-        return call
-
-    monkeypatch.setattr(GridExecutor, "__call__", unwatched)
-    config = ModelConfig(model=str(build_checkpoint(family, tmp_path / family, "bfloat16")), **fields)
-    triton = TritonBackend(CPU, exact=True)
-    static = load_model(config, tp=TensorParallel.single(), kernels=triton, device=CPU)
-    assert static.is_static
-    assert make_runner(static, triton, record=record, max_num_seqs=2).use_idle_time()
-    assert len(watched) == 2
-    assert min(watched) > 5
-
-
-def test_no_waiting_when_a_value_or_a_size_is_needed_then_refused() -> None:
-    numbers = torch.arange(3)
-    for needy in (lambda: numbers[0].item(), lambda: numbers[numbers > 1], lambda: torch.tensor([1, 2])):
-        with NoWaiting(), pytest.raises(AssertionError, match="cannot be in a graph"):
-            needy()
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 60, 64, 100, 256])

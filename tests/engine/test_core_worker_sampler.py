@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.backend import KernelBackend, select_backend
 from novainfer.protocol.step import NewRow, StepPlan
 from tests.builders import CPU, VOCAB_SIZE, limits, new_row
-from workers.logprobs import gather_logprobs
+from workers.logprobs import gather_logprobs, top_ids_by_key, top_ids_of
 from workers.request_states import RequestStates
 from workers.sampler import Sampled, Sampler, process_logits
 
@@ -221,3 +221,16 @@ def test_given_a_row_with_a_new_owner_when_the_same_rows_are_sampled_again_then_
     assert again.token_ids.tolist() == alone.token_ids.tolist()
     assert again.num_top.tolist() == alone.num_top.tolist()
     assert again.token_ids[0] != 3 or again.num_top.tolist() == [2]
+
+
+@pytest.mark.parametrize("num_top", [1, 4, 20, 700])
+def test_top_ids_when_found_by_keys_then_as_by_values_with_ties_zeros_and_infinities(num_top: int) -> None:
+    logits = torch.randn(6, 700, generator=torch.Generator().manual_seed(4))
+    logits[1] = torch.round(logits[1])
+    logits[2, ::2], logits[2, 1::2] = -0.0, 0.0
+    logits[3], logits[3, 5] = -math.inf, 1.0
+    logits[4, 3:9] = math.inf
+    logits[5] = -logits[5].abs().round()
+    found = top_ids_by_key(logits, num_top)
+    assert torch.equal(found, top_ids_of(logits, num_top))
+    assert torch.equal(found, logits.sort(dim=1, descending=True, stable=True).indices[:, :num_top])
