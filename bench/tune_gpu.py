@@ -58,7 +58,7 @@ def questions(device: Any, *, is_toy: bool) -> list[Question]:
         for rows in (64, 128):
             found.append(
                 Question(
-                    table_key("linear", {"bits": bits, "rows": rows, "gated": 0}),
+                    table_key("linear", {"bits": bits, "itemsize": 2, "rows": rows, "gated": 0}),
                     lambda kind=kind, rows=rows: linear_calls(  # type: ignore[misc]
                         rows, outputs, columns, device, is_toy=is_toy
                     )[kind],

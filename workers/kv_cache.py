@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -17,6 +18,7 @@ from novainfer.errors import ConfigError
 from novainfer.protocol.step import StepPlan
 from workers.cache_memory import CacheMemory
 from workers.models.base import CausalLM, KvCaches
+from workers.row_sampling import to_device
 
 # As `KernelBackend.allocate_kv_cache` takes them.
 _CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -93,7 +95,7 @@ class KVCache:
         if not src:
             return
         device = self.layers[0][0].device
-        src_index, dst_index = torch.tensor(src, device=device), torch.tensor(dst, device=device)
+        src_index, dst_index = (to_device(np.array(blocks, np.int64), device) for blocks in (src, dst))
         for layer in self.layers:
             for cache in layer:
                 cache[dst_index] = cache[src_index]

@@ -10,7 +10,7 @@ from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.step import StepPlan, StepResult
 from novainfer.protocol.supervision import FIRST_EPOCH
 from workers.launch import RankPlace
-from workers.worker import Progress, Worker
+from workers.worker import Pending, Progress, Worker
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -18,7 +18,7 @@ def _no_progress(stage: str, done: int, total: int) -> None:
 
 
 class LocalExecutor:
-    """Plans wait in a queue; `collect` runs the oldest one to its end, on the caller's thread."""
+    """Plans wait in a queue; `collect` launches them, on the caller's thread, and waits for the oldest one's end."""
 
     def __init__(self, config: ServeConfig, *, epoch: int = FIRST_EPOCH, progress: Progress = _no_progress) -> None:
         if config.parallel.tensor_parallel_size != 1:
@@ -29,6 +29,7 @@ class LocalExecutor:
         self._worker.runner.use_idle_time()  # the largest graph, which serves steps of all sizes
         self._info = self._worker.info
         self._plans: deque[StepPlan] = deque()
+        self._launched: deque[Pending] = deque()
 
     @property
     def info(self) -> ExecutorInfo:
@@ -44,11 +45,19 @@ class LocalExecutor:
         self._plans.append(plan)
 
     def collect(self, timeout: float | None) -> StepResult | None:
-        """Run the oldest plan whatever `timeout` says; None if none is waiting. Raises `EngineError` for a bad plan."""
-        if self._worker is None or not self._plans:
+        """End the oldest plan whatever `timeout` says; None if none is waiting. Raises `EngineError` for a bad plan."""
+        if self._worker is None:
             return None
-        pending = self._worker.runner.launch(self._plans.popleft())
-        return None if pending is None else pending.finish()
+        while self._plans and len(self._launched) < self._worker.max_launched:
+            pending = self._worker.runner.launch(self._plans.popleft())
+            if pending is not None:
+                self._launched.append(pending)
+        return self._launched.popleft().finish() if self._launched else None
+
+    def record_graphs(self) -> None:
+        """Record all CUDA graphs, which a server does while it idles; nothing where there are none."""
+        while self._worker is not None and self._worker.runner.use_idle_time():
+            pass
 
     def close(self) -> None:
         """Drop the worker with its weights and cache (idempotent)."""
@@ -56,3 +65,4 @@ class LocalExecutor:
             self._worker.cache.close()
         self._worker = None
         self._plans.clear()
+        self._launched.clear()

@@ -6,10 +6,12 @@ logit, equal ones by the lower id, so ranks and alternatives are the same on eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from novainfer.protocol.messages import Logprobs
@@ -87,8 +89,7 @@ def concatenate(parts: Sequence[LogprobTensors]) -> LogprobTensors:
 
 
 def _gather_slice(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
-    # The last-dimension log_softmax reduces each row by itself, in an order that depends on V alone.
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = _log_softmax(logits)
     chosen = token_ids[:, None]
     # On a CPU finding them by keys takes far longer; on a GPU looking for ties would wait for the device.
     top_ids = top_ids_by_key(logits, num_top) if logits.is_cuda else top_ids_of(logits, num_top)
@@ -99,6 +100,15 @@ def _gather_slice(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTen
         top_ids=top_ids,
         top_logprobs=logprobs.gather(1, top_ids),
     )
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Each row by itself, in an order that depends on V alone: on a GPU only where rows begin at 16 bytes."""
+    vocab_size = logits.shape[1]
+    padding = -vocab_size % 4 if logits.is_cuda else 0
+    if padding:
+        logits = F.pad(logits, (0, padding), value=-math.inf)
+    return torch.log_softmax(logits, dim=-1)[:, :vocab_size]
 
 
 def _ranks(logits: Tensor, chosen: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from novainfer.errors import UnsupportedModelError
@@ -86,7 +86,10 @@ class WeightReader:
     def _view(self, name: str) -> Any:
         if name not in self._files:
             raise UnsupportedModelError(f"the checkpoint has no tensor '{name}'")
-        return self._file(name).get_slice(name)
+        try:
+            return self._file(name).get_slice(name)
+        except SafetensorError as error:  # an index that names another file
+            raise UnsupportedModelError(f"'{self._files[name]}' has no tensor '{name}': {error}") from error
 
     def _file(self, name: str) -> Any:
         path = self._files[name]

@@ -273,7 +273,15 @@ class TritonLinear:
             SPLIT=split,
             INTERPRETED=INTERPRETED,
             enable_fp_fusion=False,
-            **launch_options("linear", x.device, (block_m // 16, 4), bits=packed.bits, rows=block_m, gated=int(gated)),
+            **launch_options(
+                "linear",
+                x.device,
+                (block_m // 16, 4 if out.element_size() == 2 else 2),  # four tiles of 128 float32 rows do not fit
+                bits=packed.bits,
+                itemsize=out.element_size(),
+                rows=block_m,
+                gated=int(gated),
+            ),
         )
         if split:
             self._add_chunks(partial, row_scales, out, activation)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from kernels.backend import select_backend
 from novainfer.config import ModelConfig
@@ -144,6 +145,38 @@ def test_checkpoint_given_missing_shard_or_weights_when_loaded_then_refused(fold
         load(folder)
 
 
+def test_checkpoint_given_an_index_that_names_another_shard_when_loaded_then_the_shard_is_named(folder: Path) -> None:
+    split_into_shards(folder)
+    index = folder / "model.safetensors.index.json"
+    names = read_json(folder, index.name)["weight_map"]
+    wrong = "part-0.safetensors" if names[GATE] != "part-0.safetensors" else "part-1.safetensors"
+    index.write_text(json.dumps({"weight_map": names | {GATE: wrong}}))
+    with pytest.raises(UnsupportedModelError, match=rf"{wrong}' has no tensor '{GATE}'"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_encoder_when_loaded_then_refused_whatever_its_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = BertConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
+    )
+    torch.manual_seed(0)
+    BertForMaskedLM(config).to(dtype).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="it is an encoder"):
+        load(tmp_path)
+
+
+def test_a_vocabulary_of_few_when_transformers_runs_the_model_then_served(tmp_path: Path) -> None:
+    config = Starcoder2Config(
+        vocab_size=37, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=48, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Starcoder2ForCausalLM(config).save_pretrained(tmp_path)
+    tokens = paged_greedy(*load(tmp_path), [[3, 4, 5]], 4)
+    assert all(0 <= token < 37 for row in tokens.tokens for token in row)
+
+
 def test_checkpoint_given_truncated_file_when_loaded_then_refused(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
@@ -185,6 +218,24 @@ def test_foreign_family_given_impossible_config_when_loaded_then_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         load(build_checkpoint(family, tmp_path / "model"), **config)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+        ("llama", {"num_attention_heads": 2, "num_key_value_heads": 4}, "no multiple of num_key_value_heads"),
+        ("qwen3_moe", {"num_experts_per_tok": 99}, r"num_experts_per_tok \(99\)"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_when_loaded_then_refused(
+    family: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = build_checkpoint(family, tmp_path / "model")
+    edit_config(folder, **changes)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(folder)
 
 
 def test_foreign_family_given_two_ranks_when_loaded_then_refused(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from novainfer.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.errors import ConfigError, EngineError
-from novainfer.protocol.step import StepPlan
+from novainfer.protocol.step import StepPlan, StepResult
 from tests.builders import PlanWriter
 from workers.local_executor import LocalExecutor
+from workers.model_runner import ModelRunner, PendingStep
 
 pytestmark = pytest.mark.stage1
 
@@ -45,6 +48,34 @@ def test_two_steps_when_in_flight_then_results_come_in_order_and_equal_those_one
     with pytest.raises(EngineError, match="closed"):
         executor.submit(StepPlan(epoch=3, step=3, rows=[], num_new_tokens=[]))
     assert executor.collect(None) is None
+
+
+def test_a_device_that_works_on_its_own_when_two_plans_wait_then_both_are_launched_before_the_first_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    launch, finish = ModelRunner.launch, PendingStep.finish
+
+    def noting_launch(runner: ModelRunner, plan: StepPlan) -> PendingStep | None:
+        events.append(f"launch {plan.step}")
+        return launch(runner, plan)
+
+    def noting_finish(pending: PendingStep) -> StepResult:
+        events.append(f"finish {pending.plan.step}")
+        return finish(pending)
+
+    executor = LocalExecutor(CONFIG)
+    assert executor._worker is not None
+    monkeypatch.setattr(executor, "_worker", replace(executor._worker, max_launched=2))
+    monkeypatch.setattr(ModelRunner, "launch", noting_launch)
+    monkeypatch.setattr(PendingStep, "finish", noting_finish)
+    writer = PlanWriter()
+    writer.add(0, [5, 6, 7])
+    for count in (3, 1, 1):
+        executor.submit(writer.plan({0: count}))
+    assert [executor.collect(None) is None for _ in range(4)] == [False, False, False, True]
+    assert events == ["launch 0", "launch 1", "finish 0", "launch 2", "finish 1", "finish 2"]
+    executor.close()
 
 
 def test_several_ranks_when_asked_for_in_process_then_config_error() -> None:

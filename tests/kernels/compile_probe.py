@@ -32,6 +32,7 @@ from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import sampling_tensors
 
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+_SHARED_BYTES = 227 * 1024  # of a program at most
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -76,7 +77,10 @@ def _compile(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, *
     """Takes the place of a launch: compiles with the argument types and constants of this call."""
     signature, constants, attributes, options = _specialised(kernel, args, keywords)
     source = ASTSource(kernel, signature, constants, attributes)
-    ptx = compile_triton(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    compiled = compile_triton(source, target=GPUTarget("cuda", 90, 32), options=options)
+    if compiled.metadata.shared > _SHARED_BYTES:
+        raise ValueError(f"{kernel.__name__} needs {compiled.metadata.shared} bytes of shared memory")
+    ptx = compiled.asm["ptx"]
     if early := _reads_too_early(ptx):
         raise ValueError(f"{kernel.__name__} reads sums that a product may not have written yet: {early[:3]}")
     found = _instructions.setdefault(kernel.__name__, set())
@@ -141,6 +145,9 @@ def _launch_everything(backend: TritonBackend) -> None:
         for rows in (1, 200):
             layer(torch.zeros(rows, 1104, dtype=dtype))
             backend.gate_up(layer, torch.zeros(rows, 1104, dtype=dtype), "silu")
+    whole = torch.zeros(100, 1104)
+    for scheme in (None, INT8, INT4, FLOAT8):
+        backend.pack_linear(whole, None, scheme)(torch.zeros(200, 1104))
     sampling = sampling_tensors(cpu, 2)
     backend.sample(torch.zeros(2, 9000), sampling)
     step, tokens = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from bench import gpu
 from bench.gpu import STAGES
 from bench.gpu_clock import Clock
 from bench.gpu_jobs import covered
@@ -70,6 +71,23 @@ def test_stages_when_the_time_is_up_then_they_are_named_as_left_out(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert {row["who"] for row in json.loads(result.read_text())["rows"]} == {"left out: the time is up"}
+
+
+def test_a_stage_that_fails_when_run_then_the_table_says_so_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(run: gpu.Run) -> None:
+        raise SystemExit("no such luck")
+
+    monkeypatch.setitem(gpu._STAGES, "env", fail)
+    monkeypatch.setitem(gpu._STAGES, "job", lambda run: run.add("job", "some", "normal", seconds=1.0))
+    path = tmp_path / "result.json"
+    assert gpu.main(["--toy", "--stages", "env,job", "--output", str(path)]) == 1
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["stage"], row["who"]) for row in rows] == [
+        ("env", "failed: SystemExit: no such luck"),
+        ("job", "normal"),
+    ]
 
 
 def test_a_table_of_launches_when_made_then_the_kernels_can_read_it(tmp_path: Path) -> None:

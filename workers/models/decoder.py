@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,9 @@ class Decoder:
         self._norm = _norm(build, spec, f"{spec.prefix}norm")
         self._head = _load_head(build, spec, embedding_rows)
         self._kernels = build.kernels
-        self._recorded: tuple[KvCaches, LayerProgram | None] | None = None
+        self._recorded: tuple[KvCaches, LayerProgram] | None = None
+        # Of caches over which nothing can be recorded, the first tensor: they are not kept alive for that.
+        self._unrecorded: weakref.ref[Tensor] | None = None
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
         """As `CausalLM`."""
@@ -63,9 +67,17 @@ class Decoder:
 
     def _program_for(self, kv_caches: KvCaches) -> LayerProgram | None:
         """The layers over these caches as one call, recorded at first; None if they cannot be."""
-        if self._recorded is None or self._recorded[0] is not kv_caches:
-            self._recorded = (kv_caches, record_layers(self._kernels, self._layers, self._norm, self.spec, kv_caches))
-        return self._recorded[1]
+        if self._recorded is not None and self._recorded[0] is kv_caches:
+            return self._recorded[1]
+        first = kv_caches[0][0]
+        if self._unrecorded is not None and self._unrecorded() is first:
+            return None
+        program = record_layers(self._kernels, self._layers, self._norm, self.spec, kv_caches)
+        if program is None:
+            self._recorded, self._unrecorded = None, weakref.ref(first)
+        else:
+            self._recorded = (kv_caches, program)
+        return program
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] float32."""

@@ -41,7 +41,23 @@ def decoder_spec(config: Any, dtype: torch.dtype, serve_length: int | None = Non
     Raises `UnsupportedModelError` if it asks for something that the decoder cannot do.
     """
     text_config = config.get_text_config() if config.model_type == "gemma3" else config
-    return FAMILIES[config.model_type](FamilyInput(text_config, dtype, serve_length))
+    spec = FAMILIES[config.model_type](FamilyInput(text_config, dtype, serve_length))
+    _check(spec, config.model_type)
+    return spec
+
+
+def _check(spec: DecoderSpec, family: str) -> None:
+    """Raises `UnsupportedModelError` for sizes that do not fit together."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise UnsupportedModelError(
+            f"num_attention_heads ({spec.num_heads}) is no multiple of num_key_value_heads ({spec.num_kv_heads})"
+        )
+    for mlp in spec.mlps:
+        if isinstance(mlp, MoeSpec) and not 1 <= mlp.top_k <= mlp.num_experts:
+            raise UnsupportedModelError(f"num_experts_per_tok ({mlp.top_k}) is not one of {mlp.num_experts} experts")
+    is_partial = any(2 * len(rotary.inverse_frequencies) < spec.head_dim for rotary in spec.rotaries)
+    if is_partial and family not in _PARTIAL_ROTARY:
+        raise UnsupportedModelError(f"partial_rotary_factor is not known of '{family}': transformers does not read it")
 
 
 def _llama(given: FamilyInput) -> DecoderSpec:
@@ -208,6 +224,7 @@ FAMILIES: dict[str, Callable[[FamilyInput], DecoderSpec]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
 }
+_PARTIAL_ROTARY = ("phi3",)  # families whose embedding may turn a part of each head alone
 
 
 def _activation(name: str) -> str:

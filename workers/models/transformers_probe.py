@@ -17,6 +17,7 @@ from workers.models.transformers_backend import ATTENTION_NAME, TransformersMode
 BLOCK_SIZE = 16
 PROMPT_LENS = (7, 4)  # two sequences in one step: neither may see the other
 NUM_DECODES = 2  # the last tokens of each prompt are computed one by one
+CAUSAL_TOLERANCE = 1e-2  # so much may what comes behind a token change, where experts multiply other numbers of rows
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}  # of a logit, relative to their spread
 
 
@@ -48,7 +49,8 @@ def probe_spec(model: Any, name: str, dtype: torch.dtype, max_position: int) -> 
     """The sizes that the model's attention layers really use."""
     device = next(model.parameters()).device
     step = RecordingStep()
-    hidden = decoder_forward(model.get_decoder(), *_tokens(1, 0, device), step)
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    hidden = decoder_forward(model.get_decoder(), *_tokens(1, 0, device, vocab_size), step)
     layers = [step.calls[layer] for layer in sorted(step.calls)]
     if not layers or sorted(step.calls) != list(range(model.config.get_text_config().num_hidden_layers)):
         raise UnsupportedModelError("not every layer goes through transformers' attention interface")
@@ -59,7 +61,7 @@ def probe_spec(model: Any, name: str, dtype: torch.dtype, max_position: int) -> 
     return ModelSpec(
         architecture=name,
         dtype=dtype,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=vocab_size,
         hidden_size=hidden.shape[-1],
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
@@ -72,9 +74,10 @@ def probe_spec(model: Any, name: str, dtype: torch.dtype, max_position: int) -> 
 def check_against_eager(model: Any, paged: TransformersModel, kernels: KernelBackend) -> None:
     """Raises `UnsupportedModelError` unless ragged prefill and decode give the logits of eager attention."""
     device = next(model.parameters()).device
-    prompts = [_tokens(length, length, device)[0] for length in PROMPT_LENS]
+    prompts = [_tokens(length, length, device, paged.spec.vocab_size)[0] for length in PROMPT_LENS]
     model.set_attn_implementation("eager")
-    expected = torch.cat([model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float() for ids in prompts])
+    expected = torch.cat([_eager_logits(model, ids) for ids in prompts])
+    _check_causal(model, prompts[0], expected[: len(prompts[0])])
     model.set_attn_implementation(ATTENTION_NAME)
     logits = _paged_logits(paged, kernels, prompts, device)
     difference = float((logits - expected).abs().max() / expected.std().clamp(min=1e-6))
@@ -85,10 +88,24 @@ def check_against_eager(model: Any, paged: TransformersModel, kernels: KernelBac
         )
 
 
-def _tokens(length: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _check_causal(model: Any, ids: Tensor, logits: Tensor) -> None:
+    """Raises `UnsupportedModelError` if an earlier token's logits [T, V] change with the last token."""
+    others = _eager_logits(model, torch.cat([ids[:-1], ids[:1]]))
+    difference = float((others - logits)[:-1].abs().max() / logits.std().clamp(min=1e-6))
+    if not difference <= CAUSAL_TOLERANCE:
+        raise UnsupportedModelError("its tokens see those behind them: it is an encoder, and does not generate text")
+
+
+def _eager_logits(model: Any, ids: Tensor) -> Tensor:
+    """[T, V] float32."""
+    logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
+    return logits.float()
+
+
+def _tokens(length: int, seed: int, device: torch.device, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Some valid token ids and their positions, both [length]."""
     positions = torch.arange(length, device=device)
-    return (positions * 7 + seed * 3 + 5) % 97, positions
+    return (positions * 7 + seed * 3 + 5) % min(97, vocab_size), positions
 
 
 def _paged_logits(
