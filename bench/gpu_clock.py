@@ -1,4 +1,4 @@
-"""Times calls on a GPU: inside CUDA graphs, with nothing of theirs in the L2 cache, in turns; on a CPU by the clock."""
+"""Times calls on a GPU: inside CUDA graphs, over as many copies as it is given, in turns; on a CPU by the clock."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from kernels.triton_backend import TritonBackend
 Call = Callable[[], object]
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
-# Contexts of the sequences of a batch. K1 to K5 of the plan; ragged: as many tokens as 64 x 4096.
+# Contexts of the sequences of a batch. Ragged ones stand beside as many of their mean length.
 _RAGGED = [int(64 * 256 ** (i / 63)) for i in range(64)]
 DECODES: dict[str, list[int]] = {
     "256 x 1024": [1024] * 256,
