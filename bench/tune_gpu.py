@@ -43,7 +43,7 @@ def questions(device: Any, *, is_toy: bool) -> list[Question]:
         Question(
             table_key("decode", {"head_dim": head_dim, "itemsize": 2}),
             lambda: decode_calls(lengths, device, is_toy=is_toy)[0]["novainfer"],
-            ((4, 3), (4, 2), (4, 4), (2, 3), (8, 3)),
+            ((4, 5), (4, 3), (4, 2), (4, 6), (4, 7), (2, 5), (8, 5)),
         )
     ]
     for who, rows in (("novainfer", 64), ("novainfer deterministic", 32)):
@@ -51,7 +51,7 @@ def questions(device: Any, *, is_toy: bool) -> list[Question]:
             Question(
                 table_key("prefill", {"head_dim": head_dim, "itemsize": 2, "rows": rows}),
                 lambda who=who: prefill_calls(*prompt, device, is_toy=is_toy)[0][who],  # type: ignore[misc]
-                ((4, 2), (4, 3), (8, 2), (8, 3)),
+                ((4, 2), (4, 3), (4, 5), (8, 2), (8, 3), (8, 5)),
             )
         )
     for kind, bits in (("novainfer", 16), ("novainfer int8", 8), ("novainfer int4", 4)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 
 import torch
-import triton
 from triton.language.extra import cuda
 
 # Triton reads the variable when a kernel is defined. Interpreted kernels run on CPU tensors through NumPy.
@@ -21,7 +20,7 @@ INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "tr
 
 def next_power_of_2(value: int, at_least: int = 1) -> int:
     """The smallest power of two that is neither below `value` nor below `at_least`."""
-    return max(at_least, int(triton.next_power_of_2(value)))
+    return max(at_least, 1 << max(value - 1, 0).bit_length())
 
 
 def num_processors(device: torch.device) -> int:

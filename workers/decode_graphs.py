@@ -160,9 +160,8 @@ class DecodeGraphs:
         if not 0 < len(rows) <= self._sizes[-1] or len(plan.num_new_tokens) != plan.num_new_tokens.count(1):
             return False
         states = self._rank.states
-        reports_prompt = (states.sampling.num_prompt_logprobs[rows] >= 0).any()
         all_sample = (states.num_computed_tokens[rows] + 1 == states.num_tokens[rows]).all()
-        return bool(all_sample) and not reports_prompt and not plan.num_drafts
+        return bool(all_sample) and not plan.num_drafts
 
     def _add(self, size: int) -> None:
         """Places of no rows change nothing: their first calls are made with them.

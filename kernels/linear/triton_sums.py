@@ -89,6 +89,8 @@ def _add_step(
         )
     else:
         part = tl.zeros(acc.shape, tl.float32)
+        # Before the product, which then hides that it takes a while.
+        scale = tl.load(scale_row + start // STEP, mask=output_mask, other=0.0).to(tl.float32)
         if BITS == 4:
             HALF: tl.constexpr = STEP // 2
             offset = -8
@@ -106,7 +108,6 @@ def _add_step(
             part = _add_product(
                 low, weight_row, output_mask, start, start, end, 0, part, STEP, 8, False, False, INTERPRETED
             )
-        scale = tl.load(scale_row + start // STEP, mask=output_mask, other=0.0).to(tl.float32)
         acc = tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
     return acc
 

@@ -303,10 +303,17 @@ def _launch(
         DEPENDENT=has_dependent_launch(query.device),
         INTERPRETED=INTERPRETED,
         enable_fp_fusion=False,
-        **launch_options("decode", query.device, (4, 3), head_dim=head_dim, itemsize=query.element_size()),
+        **launch_options(
+            "decode", query.device, (4, _stages(head_dim, query)), head_dim=head_dim, itemsize=query.element_size()
+        ),
     )
     if is_merged:
         _launch_merge(partial_acc, partial_stats, work.starts, params.sinks, out)
+
+
+def _stages(head_dim: int, query: Tensor) -> int:
+    """Keys are found by an address that is loaded itself: below five stages no tile is on its way beside another."""
+    return 5 if head_dim <= 128 and query.element_size() == 2 else 3
 
 
 def _launch_merge(

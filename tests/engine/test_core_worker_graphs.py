@@ -121,15 +121,17 @@ def test_steps_that_are_no_plain_decodes_when_planned_then_no_graph_takes_them(
     runner, recorder = with_graphs(model, kernels)
     writer = PlanWriter()
     writer.add(0, PROMPTS[1])
-    writer.add(1, [5], prompt_logprobs=1)
+    writer.add(1, [5, 6], prompt_logprobs=1)
     plans: list[StepPlan] = [
         writer.plan({0: 1}),  # one token of a longer prompt
         writer.plan({0: len(PROMPTS[1]) - 1}),
-        writer.plan({1: 1, 0: 1}),  # log-probabilities of a prompt
+        writer.plan({0: 1, 1: 2}),  # a prompt of two
     ]
     for plan in plans:
         execute(runner, plan)
     assert recorder.replayed == []
+    execute(runner, writer.plan({0: 1, 1: 1}))  # nothing of the prompt is left to report
+    assert recorder.replayed == ["compute", "sample"]
 
 
 def test_no_idle_time_when_a_size_is_wanted_often_then_it_is_recorded_and_a_larger_one_serves_meanwhile(

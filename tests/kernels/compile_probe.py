@@ -157,6 +157,19 @@ def _launch_everything(backend: TritonBackend) -> None:
     backend.append_tokens(step, tokens, table)
 
 
+def _launch_fast_prefill(backend: TritonBackend) -> None:
+    """The tiles that go another way where bits may depend on the batch; their instructions are kept apart."""
+    exact = _instructions.pop("_prefill_kernel")
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    for head_dim in (64, 128):
+        caches = backend.allocate_kv_cache(2, 16, 2, head_dim, dtype, cpu)
+        starts, lengths = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([500], dtype=torch.int32)
+        metadata = AttentionMetadata(starts, lengths, torch.zeros(1, 40, dtype=torch.int32), 0, 9, 500)
+        backend.paged_attention(torch.zeros(9, 8, head_dim, dtype=dtype), *caches, metadata, AttentionParams(0.1))
+    _instructions["_prefill_kernel fast"] = _instructions.pop("_prefill_kernel")
+    _instructions["_prefill_kernel"] = exact
+
+
 def _steps_of_many_sizes(backend: TritonBackend) -> None:
     """One layer's calls of steps that differ in rows, decodes among them and length, as a server makes them."""
     cpu, dtype = torch.device("cpu"), torch.bfloat16
@@ -189,4 +202,5 @@ if __name__ == "__main__":
         sys.exit()
     JITFunction.run = _compile
     _launch_everything(TritonBackend(torch.device("cuda")))
+    _launch_fast_prefill(TritonBackend(torch.device("cuda"), exact=False))
     print(json.dumps({name: sorted(found) for name, found in _instructions.items()}))

@@ -39,6 +39,7 @@ def test_every_kernel_compiles_for_hopper_and_exact_attention_uses_one_instructi
     instructions = probe(tmp_path)
     # Decode's 16 rows and prefill's 32 give the same bits because both go through this instruction and never wgmma.
     assert instructions["_decode_kernel"] == instructions["_prefill_kernel"] == ["mma.sync.aligned.m16n8k16"]
+    assert all("wgmma" in name for name in instructions["_prefill_kernel fast"])
     # Few rows and many have tiles of 64 and 128 rows, for which there is one instruction; fp8 has its own.
     wgmma = "wgmma.mma_async.sync.aligned.m64n64"
     assert instructions["_linear_kernel"] == [f"{wgmma}k16.f32.bf16.bf16", f"{wgmma}k32.f32.e4m3.e4m3"]
@@ -51,6 +52,7 @@ def test_every_kernel_compiles_for_hopper_and_exact_attention_uses_one_instructi
         "_merge_kernel",
         "_list_kernel",
         "_prefill_kernel",
+        "_prefill_kernel fast",
         "_store_kernel",
         "_rotary_kernel",
         "_rms_norm_kernel",

@@ -86,7 +86,9 @@ def test_a_layer_when_run_then_it_is_the_float64_product_of_the_definition(
         random(3, columns, device=device, dtype=dtype, seed=2),
     )
     wanted = product(x, weight) + bias.double()
-    assert_close(TritonLinear.of(weight, bias, FLOAT8)(x), wanted, dtype)
+    # Hopper's products of such numbers are added up with 13 fraction bits, 128 columns at a time.
+    is_rough = device.type == "cuda" and dtype == torch.float32
+    assert_close(TritonLinear.of(weight, bias, FLOAT8)(x), wanted, torch.float16 if is_rough else dtype)
     assert_close(select_backend(device, "reference").pack_linear(weight, bias, FLOAT8)(x), wanted, dtype)
 
 
