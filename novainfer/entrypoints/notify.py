@@ -9,14 +9,23 @@ import time
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 1.0  # seconds, for a service manager that does not read: children wait for us meanwhile
+
 
 class Watchdog:
-    """Tells systemd that we turn, as often as `WatchdogSec=` wants; what does not is killed and started again."""
+    """Tells systemd that we turn, as often as `WatchdogSec=` wants; what does not is killed and started again.
+
+    systemd watches from `READY=1` on. What is sent before would only stand in its queue, which is short.
+    """
 
     def __init__(self) -> None:
         microseconds, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
         is_for_us = microseconds.isdigit() and pid in ("", str(os.getpid()))
         self._interval = int(microseconds) / 1e6 / 3 if is_for_us else float("inf")
+        self._last = float("inf")
+
+    def begin(self) -> None:
+        """The server is ready."""
         self._last = 0.0
 
     def turn(self) -> None:
@@ -36,6 +45,7 @@ def notify(*assignments: str) -> None:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+            channel.settimeout(_PATIENCE)
             channel.connect(address)
             channel.sendall("\n".join(assignments).encode())
     except OSError as error:

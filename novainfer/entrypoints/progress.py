@@ -77,6 +77,7 @@ class StartProgress:
         text = f"ready on {url} (model {config.model.model}, {workers}, {self.seconds():.1f} s)"
         print(f"NovaInfer is {text}", flush=True)
         notify("READY=1", f"STATUS={text}")
+        self._watchdog.begin()
 
     def turn(self, serves: bool) -> None:
         """Tell the service manager."""
