@@ -153,9 +153,9 @@ def _pytest(*names: str) -> list[str]:
     folder = Path(__file__).resolve().parents[1] / "tests" / "kernels"
     files = [str(folder / f"test_kernels_{name}.py") for name in names]
     options = ["-q", "-x", "-p", "no:cacheprovider", "-W", "default", "--confcutdir", str(folder)]
-    # Not the project's own settings: they name plugins that may be missing.
     # Most of their time goes into compiling, for which there are many cores.
     parallel = ["-n", "8"] if len(files) > 1 and importlib.util.find_spec("xdist") is not None else []
+    # Not the project's own settings: they name plugins that may be missing.
     return ["-c", os.devnull, "--rootdir", str(folder.parents[1]), *options, *parallel, *files]
 
 

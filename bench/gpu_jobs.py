@@ -75,8 +75,7 @@ def run_job(
 
 def _record_graphs(llm: LLM) -> None:
     """A server does so in its first idle seconds; in the middle of a job it would be part of its time."""
-    executor: Any = llm
-    executor = executor._executor
+    executor: Any = llm._executor
     executor.record_graphs()
 
 

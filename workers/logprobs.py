@@ -123,6 +123,8 @@ def _ranks(logits: Tensor, chosen: Tensor) -> Tensor:
 
 def top_ids_by_key(logits: Tensor, num_top: int) -> Tensor:
     """What `top_ids_of` finds, in one search over integers no two of which are equal; NaNs may come anywhere."""
+    if num_top == 0:
+        return _no_ids(logits)
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # in this sum both zeros are one
     in_order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers they now have the order of the numbers
@@ -133,7 +135,7 @@ def top_ids_by_key(logits: Tensor, num_top: int) -> Tensor:
 def top_ids_of(logits: Tensor, num_top: int) -> Tensor:
     """The num_top ids of largest logit, ties to the lower id: [R, num_top] int64."""
     if num_top == 0:
-        return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
+        return _no_ids(logits)
     values, found = logits.topk(min(num_top + 1, logits.shape[1]), dim=1)
     # `topk` leaves the order of equal values open: a stable sort by id, then by value, settles it ...
     ids = found[:, :num_top].sort(dim=1).values
@@ -143,3 +145,7 @@ def top_ids_of(logits: Tensor, num_top: int) -> Tensor:
         for row in (values[:, num_top - 1] == values[:, num_top]).nonzero()[:, 0].tolist():
             ids[row] = logits[row].sort(descending=True, stable=True).indices[:num_top]
     return ids
+
+
+def _no_ids(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)

@@ -223,7 +223,7 @@ def test_given_a_row_with_a_new_owner_when_the_same_rows_are_sampled_again_then_
     assert again.token_ids[0] != 3 or again.num_top.tolist() == [2]
 
 
-@pytest.mark.parametrize("num_top", [1, 4, 20, 700])
+@pytest.mark.parametrize("num_top", [0, 1, 4, 20, 700])
 def test_top_ids_when_found_by_keys_then_as_by_values_with_ties_zeros_and_infinities(num_top: int) -> None:
     logits = torch.randn(6, 700, generator=torch.Generator().manual_seed(4))
     logits[1] = torch.round(logits[1])
