@@ -6,14 +6,13 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.memory import lazy_zeros
+from tests.resident import resident_bytes
 from workers import cache_memory as module
 from workers import kv_cache
 from workers.cache_memory import CacheMemory
@@ -29,11 +28,9 @@ def tensors() -> list[Tensor]:
     return [lazy_zeros((NUM_BLOCKS, BLOCK), torch.uint8) for _ in range(2)]
 
 
-def rss_of(action: Callable[[], None]) -> int:
-    """How many blocks of both tensors the process has more afterwards."""
-    before = psutil.Process().memory_info().rss
-    action()
-    return round((psutil.Process().memory_info().rss - before) / (2 * BLOCK))
+def blocks_taken(cache: list[Tensor]) -> int:
+    """How many blocks of all tensors have their memory."""
+    return round(sum(resident_bytes(tensor) for tensor in cache) / (len(cache) * BLOCK))
 
 
 class Looks(threading.Event):
@@ -59,11 +56,9 @@ def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(
     if num_tokens:
         memory.step_begins([], num_tokens)
 
-    def take() -> None:
-        memory.start()
-        memory._thread.join()
-
-    assert rss_of(take) == pytest.approx(NUM_BLOCKS, abs=2)
+    memory.start()
+    memory._thread.join()
+    assert blocks_taken(cache) == NUM_BLOCKS
     assert not any(bool(tensor.any()) for tensor in cache)
 
 
@@ -71,20 +66,21 @@ def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(
 def test_given_time_before_anything_runs_when_it_is_enough_then_several_threads_take_what_is_wanted(
     is_whole: bool, expected: int
 ) -> None:
-    memory = CacheMemory(tensors(), 4, lambda: MUCH, is_whole=is_whole)
-    assert rss_of(lambda: memory.take_first(60.0, 3)) == pytest.approx(expected, abs=2)
+    cache = tensors()
+    memory = CacheMemory(cache, 4, lambda: MUCH, is_whole=is_whole)
+    memory.take_first(60.0, 3)
+    assert blocks_taken(cache) == pytest.approx(expected, abs=2)
 
 
 def test_given_no_time_when_it_is_up_then_the_rest_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_SECONDS", 0.001)
-    memory = CacheMemory(tensors(), 4, lambda: MUCH, is_whole=True)
-    assert rss_of(lambda: memory.take_first(0.0, 2)) == pytest.approx(0, abs=2)
-
-    def take() -> None:
-        memory.start()
-        memory._thread.join()
-
-    assert rss_of(take) == pytest.approx(NUM_BLOCKS, abs=2)
+    cache = tensors()
+    memory = CacheMemory(cache, 4, lambda: MUCH, is_whole=True)
+    memory.take_first(0.0, 2)
+    assert blocks_taken(cache) == 0
+    memory.start()
+    memory._thread.join()
+    assert blocks_taken(cache) == NUM_BLOCKS
 
 
 def test_given_a_step_that_runs_when_memory_is_wanted_then_only_what_is_soon_used_is_taken_before_it_has_ended(
@@ -161,12 +157,9 @@ def test_given_a_cache_that_nobody_closes_when_nobody_holds_it_then_its_memory_i
 
 
 def test_given_no_room_when_memory_is_wanted_then_the_rest_is_left_for_later() -> None:
-    rooms = iter([MUCH, MUCH, 2 * BLOCK - 1])
-    memory = CacheMemory(tensors(), NUM_BLOCKS, lambda: next(rooms))
-
-    def take() -> None:
-        memory.start()
-        memory._thread.join()
-
-    assert rss_of(take) == pytest.approx(2, abs=1)
+    rooms, cache = iter([MUCH, MUCH, 2 * BLOCK - 1]), tensors()
+    memory = CacheMemory(cache, NUM_BLOCKS, lambda: next(rooms))
+    memory.start()
+    memory._thread.join()
+    assert blocks_taken(cache) == pytest.approx(2, abs=1)
     memory.close()
