@@ -8,62 +8,31 @@ goes the same way at toy sizes through Triton's interpreter on a CPU: then the f
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import os
 import shutil
-import subprocess
+import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-STAGES = ("env", "correct", "attention", "exact", "prefill", "sampler", "gemm", "job", "sanitizer")
+if TYPE_CHECKING:
+    from bench.gpu_run import Run  # imports triton, which reads how it shall run
 
+# By what is worth most, should the time not do for all.
+STAGES = ("env", "correct", "attention", "exact", "prefill", "rows", "sampler", "gemm", "job", "quantized",
+          "transformers", "sanitizer")  # fmt: skip
 
 _MINUTES = 8.5
 _SANITIZER_SECONDS = 60.0
-
-
-@dataclass
-class Run:
-    """What all stages share. rows: the table so far; peak: of this device, in bytes and operations per second."""
-
-    device: Any
-    clock: Any
-    is_toy: bool
-    shapes: tuple[str, ...]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    peak: dict[str, float] = field(default_factory=dict)
-    deadline: float = float("inf")  # of time.monotonic()
-
-    @property
-    def seconds_left(self) -> float:
-        """Until nothing new shall begin."""
-        return max(self.deadline - time.monotonic(), 0.0)
-
-    def attempt(self, stage: str) -> bool:
-        """Run a stage unless the time is up. False if it failed: the table says so, and others may go on."""
-        if self.seconds_left == 0:
-            self.add(stage, "-", "left out: the time is up")
-            return True
-        try:
-            _STAGES[stage](self)
-        except (Exception, SystemExit) as error:
-            traceback.print_exc()
-            self.add(stage, "-", f"failed: {type(error).__name__}: {error}")
-            return False
-        return True
-
-    def add(self, stage: str, what: str, who: str, **figures: float) -> None:
-        """One line of the table, shown at once."""
-        row = {"stage": stage, "what": what, "who": who, **figures}
-        self.rows.append(row)
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
-        print(f"{time.strftime('%H:%M:%S')}  {stage:9}  {what:34}  {who:22}  {shown}", flush=True)
+_TRANSFORMERS_SECONDS = 60.0
+_EXACT_SECONDS = 100.0
+_PAIRS = {"demo": "400", "wide": "240"}  # of the exactness matrix, by its model
+_QUANTIZED = ("fp8", "int4", "int8")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,44 +52,48 @@ def main(argv: list[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     import torch
 
-    from bench import report
     from bench.gpu_clock import Clock
+    from bench.gpu_run import Run
 
     if not arguments.toy and not torch.cuda.is_available():
         parser.error("there is no GPU; --toy goes without")
     device = torch.device("cpu" if arguments.toy else "cuda")
     shapes = ("tiny",) if arguments.toy else tuple(arguments.shapes.split(","))
     run = Run(device, Clock(device), arguments.toy, shapes, deadline=time.monotonic() + 60 * arguments.minutes)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its files do not stay
+    try:
+        return _run_stages(run, chosen, arguments.output)
+    finally:
+        run.close()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_stages(run: Run, chosen: list[str], output: str | None) -> int:
+    from bench import report
+
     all_well = True
     for stage in chosen:
-        all_well &= run.attempt(stage)
+        all_well &= attempt(run, stage)
         # What was measured is kept, whatever becomes of the next stage.
-        result = {"kind": "gpu", "toy": arguments.toy, "stages": chosen, "peak": run.peak, "rows": run.rows}
-        report.write(result, arguments.output)
+        result = {"kind": "gpu", "toy": run.is_toy, "stages": chosen, "peak": run.peak, "rows": run.rows}
+        report.write(result, output)
     return 0 if all_well else 1
 
 
-def environment(run: Run) -> None:
-    """What the device is, and what it does at most."""
-    import torch
-
-    size = 2**16 if run.is_toy else 2**31
-    source = torch.zeros(size, dtype=torch.uint8, device=run.device)
-    target = torch.empty_like(source)
-    side = 64 if run.is_toy else 8192
-    a, b = (torch.randn(side, side, device=run.device).bfloat16() for _ in range(2))
-    words = source.view(torch.int64)
-    found = run.clock.compare(
-        {"copy": [lambda: target.copy_(source)], "read": [lambda: words.sum()], "matmul": [lambda: torch.mm(a, b)]}
-    )
-    run.peak["copy"] = 2 * size / found["copy"].median
-    run.peak["read"] = size / found["read"].median
-    run.peak["matmul"] = 2 * side**3 / found["matmul"].median
-    name = "cpu" if run.is_toy else torch.cuda.get_device_name()
-    import triton
-
-    run.add("env", name, f"torch {torch.__version__}, triton {triton.__version__}", TB_s_copy=run.peak["copy"] / 1e12,
-            TB_s_read=run.peak["read"] / 1e12, TFLOP_s=run.peak["matmul"] / 1e12)  # fmt: skip
+def attempt(run: Run, stage: str) -> bool:
+    """Run a stage unless the time is up. False if it failed: the table says so, and others may go on."""
+    if run.seconds_left == 0:
+        run.add(stage, "-", "left out: the time is up")
+        return True
+    try:
+        _STAGES[stage](run)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+            raise
+        traceback.print_exc()
+        run.add(stage, "-", f"failed: {type(error).__name__}: {error}")
+        return False
+    return True
 
 
 def correct(run: Run) -> None:
@@ -145,7 +118,7 @@ def sanitizer(run: Run) -> None:
         return
     command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest",
                *_pytest("attention"), "-k", "mixed_decode or several_launches or padding_rows"]  # fmt: skip
-    _check(run, "sanitizer", "attention", command, _SANITIZER_SECONDS)
+    run.check("sanitizer", "attention", command, _SANITIZER_SECONDS)
 
 
 def _pytest(*names: str) -> list[str]:
@@ -159,116 +132,99 @@ def _pytest(*names: str) -> list[str]:
     return ["-c", os.devnull, "--rootdir", str(folder.parents[1]), *options, *parallel, *files]
 
 
-def _check(run: Run, stage: str, what: str, command: list[str], most_seconds: float = float("inf")) -> None:
-    """Run a command that says by its status whether all is well. Fails if it is not."""
-    began = time.perf_counter()
-    try:
-        done = subprocess.run(command, check=False, timeout=min(run.seconds_left, most_seconds))
-    except subprocess.TimeoutExpired:
-        run.add(stage, what, "left out: the time is up")
+def exact(run: Run) -> None:
+    """The exactness matrix in deterministic mode: tokens of one request in every batch, chunking and cache.
+
+    Over the demo model, and over two layers as wide as an 8B model's, whose sums are split.
+    """
+    if run.is_toy:  # it takes minutes through the interpreter; a short form of both is in `make test`
+        run.add("exact", "matrix", "left out")
         return
-    if done.returncode:
-        raise SystemExit(f"{stage}: {what} failed ({done.returncode})")
-    run.add(stage, what, "passed", seconds=time.perf_counter() - began)
-
-
-def attention(run: Run) -> None:
-    """Decode attention of 32 query and 8 key/value heads of 128 numbers, bf16, beside torch's over contiguous keys."""
-    from bench.gpu_kernels import DECODES, TOY_DECODES, decode_calls
-
-    for name, lengths in (TOY_DECODES if run.is_toy else DECODES).items():
-        calls, num_bytes = decode_calls(lengths, run.device, is_toy=run.is_toy)
-        for who, timing in run.clock.compare(calls).items():
-            rate = num_bytes / timing.median
-            share = rate / run.peak["copy"] if "copy" in run.peak else float("nan")
-            run.add("attention", name, who, us=timing.median * 1e6, TB_s=rate / 1e12, of_copy=share)
-
-
-def prefill(run: Run) -> None:
-    """Prefill attention of the same heads: all of a prompt, and the end of one."""
-    from bench.gpu_kernels import PREFILLS, TOY_PREFILLS, prefill_calls
-
-    for name, (batch, queries, length) in (TOY_PREFILLS if run.is_toy else PREFILLS).items():
-        calls, operations = prefill_calls(batch, queries, length, run.device, is_toy=run.is_toy)
-        for who, timing in run.clock.compare(calls).items():
-            rate = operations / timing.median
-            share = rate / run.peak["matmul"] if "matmul" in run.peak else float("nan")
-            run.add("prefill", name, who, us=timing.median * 1e6, TFLOP_s=rate / 1e12, of_matmul=share)
-
-
-def sampler(run: Run) -> None:
-    """Sampling from whole vocabularies, plain and with top-k and top-p."""
-    from bench.gpu_kernels import SAMPLED_ROWS, TOY_SAMPLED_ROWS, TOY_VOCAB, VOCAB
-    from bench.gpu_peers import sampler_calls
-
-    for rows in TOY_SAMPLED_ROWS if run.is_toy else SAMPLED_ROWS:
-        for filtered in (False, True):
-            calls = sampler_calls(rows, TOY_VOCAB if run.is_toy else VOCAB, run.device, filtered=filtered)
-            for who, timing in run.clock.compare(calls).items():
-                name = f"{rows} rows, {'top-k and top-p' if filtered else 'temperature'}"
-                run.add("sampler", name, who, us=timing.median * 1e6)
-
-
-def gemm(run: Run) -> None:
-    """Linear layers of an 8B model: ours (whole, int8, int4, fp8) beside the vendor's."""
-    from bench.gpu_kernels import LAYERS, ROWS, TOY_LAYERS, TOY_ROWS, linear_calls
-
-    for layer, (outputs, columns) in (TOY_LAYERS if run.is_toy else LAYERS).items():
-        for rows in TOY_ROWS if run.is_toy else ROWS:
-            calls = linear_calls(rows, outputs, columns, run.device, is_toy=run.is_toy)
-            for who, timing in run.clock.compare(calls).items():
-                done = 2 * rows * outputs * columns / timing.median
-                read = 2 * outputs * columns / timing.median
-                run.add(
-                    "gemm",
-                    f"{layer}, {rows} rows",
-                    who,
-                    us=timing.median * 1e6,
-                    TFLOP_s=done / 1e12,
-                    TB_s_bf16=read / 1e12,
-                )
+    for model, pairs in _PAIRS.items():
+        folder = "demo" if model == "demo" else run.checkpoint(model)
+        long = [] if model == "demo" else ["--long"]
+        command = [sys.executable, "-m", "tests.exactness.matrix", "--device", "cuda", "--model", folder]
+        run.check("exact", f"{model}, {pairs} pairs", [*command, "--pairs", pairs, *long], _EXACT_SECONDS)
 
 
 def job(run: Run) -> None:
     """Whole offline jobs with random weights: so many sequences at once, and the mean step of a decode at a context."""
-    from bench.gpu_jobs import JOBS, TOY_JOBS, run_job, run_transformers
-    from bench.make_checkpoint import SHAPES, make_checkpoint
+    from bench.gpu_jobs import JOBS, TOY_JOBS
 
     for shape in run.shapes:
-        with tempfile.TemporaryDirectory() as folder:
-            make_checkpoint(SHAPES[shape], Path(folder))
-            for deterministic in (False, True):
-                who = "deterministic" if deterministic else "normal"
-                if run.seconds_left == 0:
-                    run.add("job", shape, f"{who}: the time is up")
-                    continue
-                for name, figures in run_job(folder, TOY_JOBS if run.is_toy else JOBS, deterministic, run.is_toy):
-                    run.add("job", f"{shape}: {name}", who, **figures)
-                    if run.seconds_left == 0:
-                        break
-            name, figures = run_transformers(folder, run.device)
-            run.add("job", f"{shape}: {name}", "transformers", **figures)
+        for deterministic in (False, True):
+            who = "deterministic" if deterministic else "normal"
+            _jobs(run, "job", shape, who, TOY_JOBS if run.is_toy else JOBS, deterministic=deterministic)
 
 
-def exact(run: Run) -> None:
-    """The exactness matrix in deterministic mode: tokens of one request in every batch, chunking and cache."""
-    if run.is_toy:  # it takes minutes through the interpreter; the CPU's own run is in `make test`
-        run.add("exact", "matrix", "left out")
+def quantized(run: Run) -> None:
+    """Short jobs of the largest model with weights that are rounded as they are loaded."""
+    from bench.gpu_jobs import SHORT_JOBS, TOY_JOBS
+
+    for scheme in _QUANTIZED[:1] if run.is_toy else _QUANTIZED:
+        jobs = TOY_JOBS if run.is_toy else SHORT_JOBS
+        _jobs(run, "quantized", run.shapes[-1], scheme, jobs, most_rows=64, quantization=scheme)
+
+
+def _jobs(run: Run, stage: str, shape: str, who: str, jobs: dict[str, Any], **options: Any) -> None:
+    from bench.gpu_jobs import run_job
+
+    if run.seconds_left == 0:
+        run.add(stage, shape, f"{who}: the time is up")
         return
-    command = [sys.executable, "-m", "tests.exactness.matrix", "--device", "cuda", "--pairs", "400"]
-    _check(run, "exact", "matrix, 400 pairs", command)
+    for name, figures in run_job(run.checkpoint(shape), jobs, run.clock, **options):
+        run.add(stage, f"{shape}: {name}", who, **figures)
+        if run.seconds_left == 0:
+            return
+
+
+def transformers(run: Run) -> None:
+    """A small job by transformers' continuous batching, in a process of its own, which may take long or die."""
+    import torch
+
+    from bench.gpu_jobs import JOBS, TOY_JOBS
+
+    name, job = next(iter(TOY_JOBS.items())) if run.is_toy else list(JOBS.items())[1]
+    gc.collect()
+    if not run.is_toy:
+        torch.cuda.empty_cache()  # its cache goes by what is free
+    for shape in run.shapes:
+        command = [sys.executable, "-m", "bench.gpu_peers", run.checkpoint(shape), "--device", str(run.device)]
+        sizes = {"sequences": job.sequences, "num-input": job.num_input, "num-output": job.num_output}
+        for option, value in {**sizes, "vocab": 100 if run.is_toy else 10_000}.items():
+            command += [f"--{option}", str(value)]
+        figures = run.figures_of(command, _TRANSFORMERS_SECONDS)
+        if isinstance(figures, str):
+            run.add("transformers", f"{shape}: {name}", figures)
+        else:
+            run.add("transformers", f"{shape}: {name}", "transformers", **figures)
+
+
+def _kernels(name: str) -> Callable[[Run], None]:
+    """A stage that times kernels, imported when it is run: by then it is settled how triton runs."""
+
+    def stage(run: Run) -> None:
+        from bench import gpu_stages
+
+        call: Callable[[Run], None] = getattr(gpu_stages, name)
+        call(run)
+
+    return stage
 
 
 _STAGES: dict[str, Callable[[Run], None]] = {
-    "env": environment,
+    "env": _kernels("environment"),
     "correct": correct,
-    "sanitizer": sanitizer,
-    "attention": attention,
-    "prefill": prefill,
-    "sampler": sampler,
-    "gemm": gemm,
-    "job": job,
+    "attention": _kernels("attention"),
     "exact": exact,
+    "prefill": _kernels("prefill"),
+    "rows": _kernels("rows"),
+    "sampler": _kernels("sampler"),
+    "gemm": _kernels("gemm"),
+    "job": job,
+    "quantized": quantized,
+    "transformers": transformers,
+    "sanitizer": sanitizer,
 }
 
 if __name__ == "__main__":

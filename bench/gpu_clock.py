@@ -13,6 +13,7 @@ import torch
 Call = Callable[[], object]
 
 OURS = "novainfer"  # what the names of our own calls begin with
+EAGER = "eager: launches are part of it"
 _ROUNDS = 3
 _REPEATS = 20  # of a call, in one graph
 _COLD_BYTES = 256 * 2**20  # read before each round: more than any L2 cache holds
@@ -25,6 +26,16 @@ class Timing:
     median: float
     fastest: float
     slowest: float
+    how: str = ""  # `EAGER` where the calls could not be captured as a graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What runs the calls of a name, how many those are, and how, as in `Timing`."""
+
+    run: Call
+    number: int
+    how: str = ""
 
 
 class Clock:
@@ -39,7 +50,7 @@ class Clock:
         """Each name's calls (over different memory, so that none finds its own in the cache) one after another, the
         names in turns, for some rounds. Seconds of a single call. What is not ours and fails is not in the result.
         """
-        runs = {}
+        runs: dict[str, _Prepared] = {}
         for name, variants in calls.items():
             try:
                 runs[name] = self._prepare(list(variants))
@@ -49,9 +60,12 @@ class Clock:
                 print(f"{name} is left out: {type(error).__name__}: {error}")
         found: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(1 if self.is_toy else _ROUNDS):
-            for name, (run, number) in runs.items():
-                found[name].append(self._seconds(run) / number)
-        return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in found.items()}
+            for name, prepared in runs.items():
+                found[name].append(self._seconds(prepared.run) / prepared.number)
+        return {
+            name: Timing(statistics.median(times), min(times), max(times), runs[name].how)
+            for name, times in found.items()
+        }
 
     def seconds(self, call: Call) -> float:
         """Of one call that waits for the device itself, or for which the host's time counts."""
@@ -66,24 +80,27 @@ class Clock:
         if not self.is_toy:
             torch.cuda.synchronize(self._device)
 
-    def _prepare(self, variants: list[Call]) -> tuple[Call, int]:
-        """What runs all of them, and how many calls that are."""
+    def _prepare(self, variants: list[Call]) -> _Prepared:
         if self.is_toy:
             variants[0]()
-            return variants[0], 1
+            return _Prepared(variants[0], 1)
         for call in variants:  # compiles, and takes its memory
             call()
         self.wait()
         chosen = [variants[i % len(variants)] for i in range(max(_REPEATS, len(variants)))]
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                for call in chosen:
-                    call()
-            return graph.replay, len(chosen)
-        except RuntimeError:  # some calls cannot be captured: then the launches are part of their time
+            return _Prepared(self._capture(chosen), len(chosen))
+        except RuntimeError as error:  # some calls cannot be captured
+            print(f"timed without a graph: {type(error).__name__}: {error}")
             self.wait()
-            return lambda: [call() for call in chosen], len(chosen)
+            return _Prepared(lambda: [call() for call in chosen], len(chosen), EAGER)
+
+    def _capture(self, calls: list[Call]) -> Call:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        return graph.replay
 
     def _seconds(self, run: Call) -> float:
         if self.is_toy:

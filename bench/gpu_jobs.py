@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from bench.gpu_peers import transformers_seconds
+from bench.gpu_clock import Clock
+from bench.gpu_steps import Step, decode_gaps, decodes, longest_run, watched
 from novainfer import LLM, SamplingParams
 from workers import worker
 
-_PROFILED = 64  # tokens of each sequence
+_WINDOW = 100  # decodes that are timed, or profiled, at a time
+_TOY_WINDOW = 2
 _WORKER: Any = worker
-_AUTOGRAD: Any = torch.autograd
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,54 +40,65 @@ _TOY_OPTIONS = {"device": "cpu", "kernel_backend": "triton", "max_model_len": 64
                 "max_num_batched_tokens": 64}  # fmt: skip
 
 
-def run_job(
-    model: str, jobs: dict[str, Job], deterministic: bool, is_toy: bool
-) -> Iterator[tuple[str, dict[str, float]]]:
-    """Name and figures of each, with one engine.
+# With quantised weights: what one sequence and many get of them.
+SHORT_JOBS = {name: JOBS[name] for name in ("1 x (1024 -> 128)", "64 x (1024 -> 128)")}
 
-    Start: seconds until the engine is ready, in all and from when the weights were there. busy: see `busy_share`.
+
+def run_job(
+    model: str, jobs: dict[str, Job], clock: Clock, most_rows: int = 256, **options: Any
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Name and figures of each, with one engine; options: its own.
+
+    start_seconds: until the engine is ready, and after_weights_seconds of that from when the weights were there.
+    step_ms, step_ms_p99: of the first 100 decodes of all sequences, whose rows see `context` tokens on average;
+    late_step_ms, late_context: of the last ones. prompt_tokens_per_second: until those begin, decodes beside prompts
+    included. busy, gap_us_...: see `decode_gaps`.
     """
-    options: dict[str, Any] = _TOY_OPTIONS if is_toy else {"device": "cuda", "max_model_len": 4096, "max_num_seqs": 256}
+    at: dict[str, Any] = _TOY_OPTIONS
+    if not clock.is_toy:
+        at = {"device": "cuda", "max_model_len": 4096, "max_num_seqs": most_rows}
+    window = _TOY_WINDOW if clock.is_toy else _WINDOW
     with _Loading() as loading:
-        llm = LLM(model, deterministic=deterministic, **options)
+        llm = LLM(model, **at, **options)
     with llm:
         vocab = llm.tokenizer.vocab_size
-        began = time.perf_counter()
-        _record_graphs(llm)
-        graph_seconds = time.perf_counter() - began
+        graph_seconds = clock.seconds(lambda: _record_graphs(llm))
         for name, job in jobs.items():
             prompts, params = requests(job, vocab)
             _run(llm, prompts, [SamplingParams(max_tokens=2, ignore_eos=True) for _ in params])  # warms up
-            whole = _run(llm, *requests(job, vocab, seed=1))
+            with watched(llm) as watch:
+                began = time.perf_counter()
+                whole = _run(llm, *requests(job, vocab, seed=1))
             tokens = sum(one.max_tokens for one in params)
             figures = {"seconds": whole, "tokens_per_second": tokens / whole}
             figures |= {"start_seconds": loading.start, "after_weights_seconds": loading.after_weights}
             figures["graph_seconds"] = graph_seconds
             if job.least_input is None:
-                fresh, _ = requests(job, vocab, seed=2)
-                first = _run(llm, fresh, [SamplingParams(max_tokens=1, ignore_eos=True) for _ in params])
-                figures["step_ms"] = 1000 * (whole - first) / max(job.num_output - 1, 1)
-                figures["prompt_tokens_per_second"] = job.sequences * job.num_input / first
-                figures["busy"] = busy_share(llm, requests(job, vocab, seed=3)[0], min(job.num_output, _PROFILED))
+                figures |= _steps_of(job, watch.steps(job.sequences), began, window)
+                figures |= decode_gaps(llm, requests(job, vocab, seed=3)[0], window, clock.wait)
             yield name, figures
+
+
+def _steps_of(job: Job, steps: Sequence[Step], began: float, window: int) -> dict[str, float]:
+    """Of a job that was watched from `began` on. Raises RuntimeError if it never decoded all its sequences at once."""
+    run = longest_run(steps)
+    first, last = decodes(run[: window + 1]), decodes(run[-window - 1 :])
+    if first is None or last is None:
+        raise RuntimeError(f"there are no two decodes of all {job.sequences} sequences one after another")
+    return {
+        "context": first.context,
+        "step_ms": 1000 * first.step_seconds,
+        "step_ms_p99": 1000 * first.p99_seconds,
+        "late_context": last.context,
+        "late_step_ms": 1000 * last.step_seconds,
+        "prompt_tokens_per_second": job.sequences * job.num_input / (run[0].ended - began),
+    }
 
 
 def _record_graphs(llm: LLM) -> None:
     """A server does so in its first idle seconds; in the middle of a job it would be part of its time."""
     executor: Any = llm._executor
     executor.record_graphs()
-
-
-def run_transformers(model: str, device: torch.device) -> tuple[str, dict[str, float]]:
-    """A small job by transformers' continuous batching; no figures where it cannot do it."""
-    name, job = ("2 x (6 -> 3)", Job(2, 6, 3)) if device.type == "cpu" else ("64 x (1024 -> 128)", Job(64, 1024, 128))
-    prompts, _ = requests(job, vocab=100 if device.type == "cpu" else 10_000)
-    try:
-        seconds = transformers_seconds(model, prompts, job.num_output, device)
-    except Exception as error:  # of a version that we do not know, or without a kernel: it is not ours
-        print(f"transformers is left out: {type(error).__name__}: {error}")
-        return name, {}
-    return name, {"seconds": seconds, "tokens_per_second": job.sequences * job.num_output / seconds}
 
 
 class _Loading:
@@ -110,32 +120,6 @@ class _Loading:
         _WORKER.load_model = self._load
         now = time.perf_counter()
         self.start, self.after_weights = now - self._began, now - self._loaded
-
-
-def busy_share(llm: LLM, prompts: list[list[int]], num_output: int) -> float:
-    """The part of the time in which the GPU runs some kernel, while all of these sequences decode; NaN without one."""
-    if not torch.cuda.is_available():
-        return float("nan")
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_output) for _ in prompts]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _run(llm, prompts, params)
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events() or []
-        if event.device_type == _AUTOGRAD.DeviceType.CUDA
-    )
-    return covered(spans[len(spans) // 2 : len(spans) * 9 // 10])  # prompts first, and at the end steps run dry
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """The part of the time from the first one's start to the last one's end in which at least one of them is on."""
-    if not spans:
-        return float("nan")
-    busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
-        busy += max(stop - max(start, end), 0.0)
-        end = max(end, stop)
-    return busy / (end - spans[0][0])
 
 
 def requests(job: Job, vocab: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu_peers import flashinfer_decode, flex, sdpa
-from kernels.backend import AttentionMetadata, AttentionParams
+from kernels.attention_input.reference import attention_input
+from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, HeadNorms
 from kernels.linear.schemes import FLOAT8, INT4, INT8
 from kernels.linear.triton import TritonLinear
 from kernels.triton_backend import TritonBackend
@@ -18,6 +19,7 @@ from kernels.triton_backend import TritonBackend
 Call = Callable[[], object]
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+FLOAT8_KV = "novainfer, fp8 KV"
 # Contexts of the sequences of a batch. Ragged ones stand beside as many of their mean length.
 _RAGGED = [int(64 * 256 ** (i / 63)) for i in range(64)]
 DECODES: dict[str, list[int]] = {
@@ -47,16 +49,24 @@ LAYERS = {
 }
 TOY_LAYERS = {"layer": (70, 1100)}
 ROWS, TOY_ROWS = (1, 8, 64, 256, 2048), (1, 70)
+# Tokens of the step between a layer's QKV and its attention, and of norms and activations.
+TOKENS, TOY_TOKENS = (1, 256, 1024, 8192), (3,)
+HIDDEN, INTERMEDIATE = 4096, 12288
 _COLD_BYTES = 200 * 2**20  # that the variants of a call read together, so that each finds the cache without its own
 
 
-def decode_calls(lengths: Sequence[int], device: torch.device, *, is_toy: bool) -> tuple[dict[str, list[Call]], int]:
-    """One token of each sequence, by whom; and the bytes of keys and values that such a step reads."""
-    heads, kv_heads, dim = (4, 2, 32) if is_toy else (HEADS, KV_HEADS, DIM)
+def decode_calls(
+    lengths: Sequence[int], device: torch.device, *, is_toy: bool, dim: int = 0
+) -> tuple[dict[str, list[Call]], int]:
+    """One token of each sequence, by whom; and the bytes of keys and values in bf16 that such a step reads."""
+    heads, kv_heads = (4, 2) if is_toy else (HEADS, KV_HEADS)
+    dim = dim or (32 if is_toy else DIM)
     num_bytes = 2 * 2 * kv_heads * dim * sum(lengths)
     copies = 1 if is_toy else max(1, min(8, _COLD_BYTES // num_bytes + 1))
-    ours = [_our_decode(lengths, heads, kv_heads, dim, device) for _ in range(copies)]
-    calls = {"novainfer": ours}
+    sizes = (heads, kv_heads, dim)
+    calls: dict[str, list[Call]] = {"novainfer": [_our_decode(lengths, sizes, device) for _ in range(copies)]}
+    cold = 1 if is_toy else max(1, min(16, 2 * _COLD_BYTES // num_bytes + 1))  # half the bytes
+    calls[FLOAT8_KV] = [_our_decode(lengths, sizes, device, torch.float8_e4m3fn) for _ in range(cold)]
     if len(set(lengths)) == 1:
         shape = (len(lengths), 1, lengths[0], heads, kv_heads, dim)
         calls["torch sdpa"] = [sdpa(*_contiguous(*shape, device), is_causal=False) for _ in range(copies)]
@@ -68,10 +78,11 @@ def decode_calls(lengths: Sequence[int], device: torch.device, *, is_toy: bool) 
 
 
 def prefill_calls(
-    batch: int, queries: int, length: int, device: torch.device, *, is_toy: bool
+    batch: int, queries: int, length: int, device: torch.device, *, is_toy: bool, dim: int = 0
 ) -> tuple[dict[str, list[Call]], int]:
     """The last `queries` tokens of so many contexts, by whom; and the operations that causality leaves."""
-    heads, kv_heads, dim = (4, 2, 32) if is_toy else (HEADS, KV_HEADS, DIM)
+    heads, kv_heads = (4, 2) if is_toy else (HEADS, KV_HEADS)
+    dim = dim or (32 if is_toy else DIM)
     seen = sum(range(length - queries + 1, length + 1))
     given = _contiguous(batch, queries, length, heads, kv_heads, dim, device)
     calls = {
@@ -84,7 +95,10 @@ def prefill_calls(
     return calls, 4 * batch * heads * dim * seen
 
 
-def _our_decode(lengths: Sequence[int], heads: int, kv_heads: int, dim: int, device: torch.device) -> Call:
+def _our_decode(
+    lengths: Sequence[int], sizes: tuple[int, int, int], device: torch.device, stored: torch.dtype | None = None
+) -> Call:
+    heads, kv_heads, dim = sizes
     backend = TritonBackend(device)
     needed = [-(-length // BLOCK) for length in lengths]
     most = max(needed)
@@ -94,9 +108,9 @@ def _our_decode(lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dev
     for row, count in enumerate(needed):
         table[row, :count] = order[first : first + count]
         first += count
-    caches = backend.allocate_kv_cache(sum(needed), BLOCK, kv_heads, dim, torch.bfloat16, device)
+    caches = backend.allocate_kv_cache(sum(needed), BLOCK, kv_heads, dim, torch.bfloat16, device, stored)
     for cache in caches:
-        cache.normal_()
+        cache.copy_(torch.randn(cache.shape, dtype=torch.bfloat16, device=device))
     metadata = AttentionMetadata(
         torch.arange(len(lengths) + 1, dtype=torch.int32, device=device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
@@ -138,6 +152,62 @@ def _contiguous(
     """Query [B, H, Q, D], key and value [B, Hkv, L, D]."""
     key, value = (torch.randn(batch, kv_heads, length, dim, device=device).bfloat16() for _ in range(2))
     return torch.randn(batch, heads, queries, dim, device=device).bfloat16(), key, value
+
+
+def input_calls(tokens: int, device: torch.device, *, is_toy: bool) -> tuple[dict[str, list[Call]], int]:
+    """Norms of queries and keys, rotary and the store of keys and values: in one launch, and in one for each part.
+
+    And the bytes that have to be read and written. Queries stay where they are, so that a call reads what one before it
+    has written: for the time that is the same.
+    """
+    heads, kv_heads, dim = (4, 2, 32) if is_toy else (HEADS, KV_HEADS, DIM)
+    all_heads = heads + 2 * kv_heads
+    num_bytes = 2 * 2 * all_heads * dim * tokens
+    backend, blocks = TritonBackend(device), -(-tokens // BLOCK)
+    copies = 1 if is_toy else max(1, min(32, _COLD_BYTES // num_bytes + 1))
+    weight = torch.ones(dim, dtype=torch.bfloat16, device=device)
+    angles = torch.rand(tokens, 2, dim // 2, device=device)
+    slots = torch.arange(tokens, device=device)
+    calls: dict[str, list[Call]] = {"novainfer, one launch": [], "novainfer, in parts": []}
+    for _ in range(copies):
+        caches = backend.allocate_kv_cache(blocks, BLOCK, kv_heads, dim, torch.bfloat16, device)
+        given = AttentionInput(heads, HeadNorms(weight, weight, 1e-6, 0.0), slots, angles, *caches, slots)
+        rows = torch.randn(tokens, all_heads, dim, device=device).bfloat16()
+        calls["novainfer, one launch"].append(partial(backend.attention_input, rows, given))
+        calls["novainfer, in parts"].append(partial(attention_input, backend, rows, given))
+    return calls, num_bytes
+
+
+def row_calls(tokens: int, device: torch.device, *, is_toy: bool) -> dict[str, tuple[dict[str, list[Call]], int]]:
+    """What goes through a step's rows between layers, by whom; and the bytes that have to be read and written."""
+    hidden, wide = (64, 96) if is_toy else (HIDDEN, INTERMEDIATE)
+    backend = TritonBackend(device)
+    weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
+
+    def rows(width: int) -> Tensor:
+        return torch.randn(tokens, width, device=device).bfloat16()
+
+    def each(num_bytes: int, make: Callable[[], Call]) -> list[Call]:
+        return [make() for _ in range(1 if is_toy else max(1, min(32, _COLD_BYTES // num_bytes + 1)))]
+
+    norm, add, gated = 2 * 2 * tokens * hidden, 2 * 4 * tokens * hidden, 2 * 3 * tokens * wide
+    return {
+        "norm": (
+            {
+                "novainfer": each(norm, lambda: partial(backend.rms_norm, rows(hidden), weight, 1e-6)),
+                "torch": each(norm, lambda: partial(F.rms_norm, rows(hidden), (hidden,), weight, 1e-6)),
+            },
+            norm,
+        ),
+        "add and norm": (
+            {"novainfer": each(add, lambda: partial(backend.add_rms_norm, rows(hidden), rows(hidden), weight, 1e-6))},
+            add,
+        ),
+        "silu and mul": (
+            {"novainfer": each(gated, lambda: partial(backend.act_mul, rows(2 * wide), "silu"))},
+            gated,
+        ),
+    }
 
 
 def linear_calls(rows: int, outputs: int, columns: int, device: torch.device, *, is_toy: bool) -> dict[str, list[Call]]:

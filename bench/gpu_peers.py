@@ -5,7 +5,10 @@ Each is in the table where it can be had, and is missing with a reason where not
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
+import random
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -121,22 +124,34 @@ def transformers_seconds(folder: str, prompts: list[list[int]], num_output: int,
     """A job by transformers' continuous batching. Raises whatever it raises where it cannot do it."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the engine before has given up: its cache goes by what is free
     make_config: Any = GenerationConfig
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     model = model.to(device).eval()
     config = make_config(max_new_tokens=num_output, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    try:
-        model.generate_batch(inputs=prompts[:1], generation_config=config, progress_bar=False)  # warms up
-        began = time.perf_counter()
-        outputs = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
-        seconds = time.perf_counter() - began
-    finally:
-        del model
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    model.generate_batch(inputs=prompts[:1], generation_config=config, progress_bar=False)  # warms up
+    began = time.perf_counter()
+    outputs = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+    seconds = time.perf_counter() - began
     made = [len(output.generated_tokens) for output in outputs.values()]
     if made != [num_output] * len(prompts):
         raise RuntimeError(f"{sum(made)} tokens instead of {num_output} for each of {len(prompts)}")
     return seconds
+
+
+def main() -> None:
+    """A job by transformers: `python -m bench.gpu_peers FOLDER --device cuda --sequences 64 ...`, and its figures."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_peers", description=main.__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("--device", type=torch.device, required=True)
+    for name in ("--sequences", "--num-input", "--num-output", "--vocab"):
+        parser.add_argument(name, type=int, required=True)
+    given = parser.parse_args()
+    rng = random.Random(0)
+    prompts = [[rng.randrange(given.vocab) for _ in range(given.num_input)] for _ in range(given.sequences)]
+    seconds = transformers_seconds(given.folder, prompts, given.num_output, given.device)
+    tokens = given.sequences * given.num_output
+    print(json.dumps({"seconds": seconds, "tokens_per_second": tokens / seconds}))
+
+
+if __name__ == "__main__":
+    main()

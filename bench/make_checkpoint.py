@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -25,6 +27,10 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _WEIGHT_STD = 0.02  # as these models are initialised for training: activations stay finite
+_THREADS = 8  # draw and write at the same time; each holds one tensor
+_MOST_WRITTEN = 1 << 30  # bytes by one call of the system, which takes less than 2 GiB
+_ITEM_BYTES = 2  # of bfloat16
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +88,74 @@ class Shape:
             yield f"{name}.mlp.down_proj.weight", (self.hidden, self.intermediate)
         yield "model.norm.weight", (self.hidden,)
 
+    def weight_bytes(self) -> int:
+        """Of the file of weights, but for its header."""
+        return sum(_ITEM_BYTES * math.prod(size) for _, size in self.tensors())
+
 
 SHAPES = {
     "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151936, 40960),
     "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936, 40960),
+    # As wide as the 8B, and of an odd vocabulary: for tests of what depends on sizes.
+    "wide": Shape(2, 4096, 12288, 32, 8, 128, 50257, 40960),
+    "tiny-wide": Shape(1, 1040, 24, 2, 1, 32, 601, 2048),
     "tiny": Shape(2, 64, 128, 4, 2, 16, 1024, 2048),
 }
 
 
-def make_checkpoint(shape: Shape, folder: Path, seed: int = 0) -> None:
-    """Write all files of a checkpoint; the same seed gives the same weights."""
+def make_checkpoint(shape: Shape, folder: Path, seed: int = 0, device: torch.device = _CPU) -> None:
+    """Write all files of a checkpoint; the same seed gives the same weights on the same kind of device, which draws."""
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, size in shape.tensors():
-        weight = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * _WEIGHT_STD
-        weights[name] = weight.to(torch.bfloat16)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_weights(folder / "model.safetensors", shape, seed, device)
     _write(folder / "config.json", shape.config())
     _write(folder / "generation_config.json", {"eos_token_id": shape.config()["eos_token_id"]})
     make_tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
     names = {"eos_token": IM_END, "pad_token": END_OF_TEXT, "model_max_length": shape.context}
     _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
     (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+
+
+def _write_weights(path: Path, shape: Shape, seed: int, device: torch.device) -> None:
+    """The file of weights, without ever holding all of them: each is drawn and written where it belongs by a thread.
+
+    Every tensor has a generator of its own, so that it does not matter in which order they are drawn.
+    """
+    tensors = list(shape.tensors())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, end = [], 0
+    for name, size in tensors:
+        starts.append(end)
+        end += _ITEM_BYTES * math.prod(size)
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [starts[-1], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the weights are aligned
+    first = 8 + len(text)
+    with path.open("wb") as file, ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(first + end)
+        file.flush()
+
+        def put(number: int) -> None:
+            weight = _draw(tensors[number][1], seed * len(tensors) + number, device)
+            _write_at(file.fileno(), weight, first + starts[number])
+
+        list(pool.map(put, range(len(tensors))))  # raises what they raise
+
+
+def _draw(size: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
+    """Norms are ones; bfloat16 on the CPU."""
+    weight = torch.ones(size, dtype=torch.bfloat16, device=device)
+    if len(size) > 1:
+        weight.normal_(0.0, _WEIGHT_STD, generator=torch.Generator(device).manual_seed(seed))
+    return weight.cpu()
+
+
+def _write_at(file: int, tensor: torch.Tensor, offset: int) -> None:
+    data: Any = tensor.flatten().view(torch.uint8).numpy()
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(file, left[:_MOST_WRITTEN], offset)
+        left, offset = left[written:], offset + written
 
 
 def make_tokenizer(size: int) -> Tokenizer:
@@ -135,8 +186,9 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", type=torch.device, default=_CPU, help="that draws the weights: cpu, cuda")
     arguments = parser.parse_args()
-    make_checkpoint(SHAPES[arguments.shape], arguments.folder, arguments.seed)
+    make_checkpoint(SHAPES[arguments.shape], arguments.folder, arguments.seed, arguments.device)
     print(f"{arguments.folder}: {arguments.shape}, random weights of seed {arguments.seed}")
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from bench import gpu
 from bench.gpu import STAGES
 from bench.gpu_clock import Clock
-from bench.gpu_jobs import covered
+from bench.gpu_run import Run
 from bench.tune_gpu import questions
 from kernels import triton_tuning
 from kernels.triton_tuning import forced, launch_options, read_table
@@ -34,14 +34,19 @@ def test_the_gpu_benchmark_when_rehearsed_then_every_stage_has_its_rows(tmp_path
     assert done.returncode == 0, done.stderr
     rows = json.loads(result.read_text())["rows"]
     who = {stage: {row["who"] for row in rows if row["stage"] == stage} for stage in {row["stage"] for row in rows}}
-    assert who["attention"] == {"novainfer", "torch sdpa", "torch flex"}
+    assert who["attention"] == {"novainfer", "novainfer, fp8 KV", "torch sdpa", "torch flex"}
+    assert who["rows"] == {"novainfer", "novainfer, one launch", "novainfer, in parts", "torch"}
     assert who["prefill"] == {"novainfer", "novainfer deterministic", "torch sdpa", "torch flex"}
     assert who["sampler"] == {"novainfer", "torch sort"}
     assert who["gemm"] == {"torch", *(f"novainfer{kind}" for kind in ("", " int8", " int4", " fp8"))}
-    assert who["job"] == {"normal", "deterministic", "transformers"}
-    transformers = next(row for row in rows if row["who"] == "transformers")
-    assert transformers["tokens_per_second"] > 0
-    assert set(who) == set(STAGES)
+    assert who["job"] == {"normal", "deterministic"}
+    assert who["quantized"] == {"fp8"}
+    assert who["transformers"] == {"transformers"}
+    assert all(row["tokens_per_second"] > 0 for row in rows if row["stage"] in ("job", "quantized", "transformers"))
+    # Two sequences of six tokens, of which the first decode computes the seventh, and the second is timed.
+    assert {row["context"] for row in rows if row["stage"] in ("job", "quantized")} == {8}
+    assert {row["what"] for row in rows if row["stage"] == "files"} == {"tiny"}
+    assert set(who) == {*STAGES, "files"}
 
 
 def test_calls_that_fail_when_compared_then_they_are_left_out_unless_they_are_ours() -> None:
@@ -76,7 +81,7 @@ def test_stages_when_the_time_is_up_then_they_are_named_as_left_out(tmp_path: Pa
 def test_a_stage_that_fails_when_run_then_the_table_says_so_and_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(run: gpu.Run) -> None:
+    def fail(run: Run) -> None:
         raise SystemExit("no such luck")
 
     monkeypatch.setitem(gpu._STAGES, "env", fail)
@@ -133,15 +138,6 @@ def test_a_table_with_launches_that_no_gpu_takes_when_read_then_refused(tmp_path
     path.write_text('{"choices": {"decode": [3, 2]}}')
     with pytest.raises(ValueError, match="no GPU takes"):
         read_table(path)
-
-
-@pytest.mark.parametrize(
-    ("spans", "share"), [([(0.0, 1.0), (1.0, 2.0)], 1.0), ([(0.0, 1.0), (0.5, 0.7), (3.0, 4.0)], 0.5)]
-)
-def test_spans_of_kernels_when_added_up_then_overlaps_count_once(
-    spans: list[tuple[float, float]], share: float
-) -> None:
-    assert covered(spans) == pytest.approx(share)
 
 
 def test_an_unknown_stage_when_asked_for_then_it_is_refused() -> None:

@@ -1,0 +1,186 @@
+"""Parts of the GPU benchmark by themselves: which steps count, gaps between them, the clock, checkpoints, processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+pytest.importorskip("triton")
+
+from bench import gpu, gpu_run, make_checkpoint
+from bench.gpu_clock import EAGER, Clock
+from bench.gpu_run import Run, folder_for
+from bench.gpu_steps import Span, Step, Watch, covered, decodes, gap_figures, idle_gaps, longest_run
+from bench.make_checkpoint import SHAPES
+from novainfer.protocol.step import NewRow, StepPlan
+from novainfer.sampling.params import SamplingParams
+
+pytestmark = pytest.mark.stage0
+
+CPU = torch.device("cpu")
+TINY = SHAPES["tiny"]
+
+
+def toy_run() -> Run:
+    return Run(CPU, Clock(CPU), True, ("tiny",))
+
+
+def new_row(row: int, prompt_len: int, num_computed: int = 0) -> NewRow:
+    return NewRow(row, [1] * prompt_len, prompt_len, num_computed, [], SamplingParams(), 0)
+
+
+def plan(new: list[NewRow], **counts: int) -> StepPlan:
+    """counts: tokens of each row, by "r" and its number."""
+    return StepPlan(0, 0, [int(name[1:]) for name in counts], list(counts.values()), new_rows=new)
+
+
+def test_steps_when_one_computes_any_prompt_or_misses_a_sequence_then_it_is_no_decode() -> None:
+    plans = [
+        plan([new_row(0, 4), new_row(1, 3)], r0=4, r1=2),
+        plan([], r0=1, r1=1),  # the last token of the second prompt
+        plan([], r0=1, r1=1),
+        plan([], r0=1),
+        plan([new_row(1, 5, 4)], r0=1, r1=1),  # preempted, and all but one token found in the cache
+        plan([], r0=1, r1=1),
+        plan([], r0=1, r1=1),  # not answered yet
+    ]
+    steps = Watch(plans, [float(i) for i in range(6)]).steps(2)
+    assert [step.is_decode for step in steps] == [False, False, True, False, False, True]
+    assert [step.context for step in steps] == [3, 4, 5, 7, 6.5, 7.5]
+
+
+def test_decodes_when_others_are_between_then_the_longest_run_is_timed_without_its_first() -> None:
+    flags = [True, False, True, True, True, False, True, True]
+    steps = [Step(flag, 10.0 + i, i * i / 10) for i, flag in enumerate(flags)]
+    run = longest_run(steps)
+    assert run == steps[2:5]
+    found = decodes(run)
+    assert found is not None
+    assert (found.context, found.step_seconds) == (13.5, pytest.approx(0.6))
+    assert found.p99_seconds == pytest.approx(0.7, abs=0.01)
+    assert decodes(run[:1]) is None
+    assert longest_run([replace(step, is_decode=False) for step in steps]) == []
+
+
+def test_gaps_when_copies_run_between_two_steps_then_their_time_is_none() -> None:
+    spans = [
+        Span(0.0, 1.0, "_inputs_kernel"),
+        Span(5.0, 6.0, "_append_kernel"),  # what stands still inside a step is no gap
+        Span(6.5, 8.0, "Memcpy DtoH"),
+        Span(7.0, 9.0, "Memcpy HtoD"),
+        Span(11.0, 12.0, "_inputs_kernel"),
+        Span(12.0, 13.0, "_append_kernel"),
+        Span(13.0, 14.0, "_inputs_kernel"),
+    ]
+    assert idle_gaps(spans) == [2.5, 0.0]
+
+
+def test_a_profile_when_read_then_its_first_steps_do_not_count() -> None:
+    spans = []
+    for i in range(40):
+        start = 10.0 * i + (1000.0 if i < 10 else 2000.0)
+        spans += [Span(start, start + 4, "_inputs_kernel"), Span(start + 4, start + 8, "_append_kernel")]
+    figures = gap_figures(spans)
+    assert figures == {"busy": pytest.approx(188 / 234), "gaps": 23, "gap_us_p50": 2.0, "gap_us_p99": 2.0}
+    assert set(gap_figures([Span(0.0, 1.0, "gemm"), Span(1.0, 3.0, "gemm")])) == {"busy"}
+
+
+@pytest.mark.parametrize(
+    ("spans", "share"), [([(0.0, 1.0), (1.0, 2.0)], 1.0), ([(0.0, 1.0), (0.5, 0.7), (3.0, 4.0)], 0.5)]
+)
+def test_spans_of_kernels_when_added_up_then_overlaps_count_once(
+    spans: list[tuple[float, float]], share: float
+) -> None:
+    assert covered([Span(*span) for span in spans]) == pytest.approx(share)
+
+
+class NoGraphs(Clock):
+    """A clock on a GPU that captures none of some calls."""
+
+    def __init__(self, refused: set[str]) -> None:
+        super().__init__(CPU)
+        self.is_toy = False
+        self._refused = refused
+
+    def wait(self) -> None:
+        pass
+
+    def _capture(self, calls: list[Callable[[], object]]) -> Callable[[], object]:
+        if calls[0]() in self._refused:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return calls[0]
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        run()
+        return 20e-6
+
+
+def test_calls_that_no_graph_takes_when_timed_then_table_and_file_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    run = toy_run()
+    for who, timing in NoGraphs({"b"}).compare({"a": [lambda: "a"], "b": [lambda: "b"]}).items():
+        run.add_timing("gemm", "layer", who, timing)
+    assert [row.get("how") for row in run.rows] == [None, EAGER]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "gemm" in line]
+    assert [line.endswith(f"({EAGER})") for line in lines] == [False, True]
+
+
+def test_a_checkpoint_when_drawn_by_more_threads_then_its_bytes_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    for number, (threads, piece) in enumerate([(1, 1 << 30), (5, 1000)]):
+        monkeypatch.setattr(make_checkpoint, "_THREADS", threads)
+        monkeypatch.setattr(make_checkpoint, "_MOST_WRITTEN", piece)
+        monkeypatch.setattr("os.cpu_count", lambda: 8)
+        make_checkpoint.make_checkpoint(TINY, tmp_path / str(number), seed=3)
+        written.append((tmp_path / str(number) / "model.safetensors").read_bytes())
+    assert written[0] == written[1]
+    make_checkpoint.make_checkpoint(TINY, tmp_path / "other", seed=4)
+    assert written[0] != (tmp_path / "other" / "model.safetensors").read_bytes()
+    with safe_open(tmp_path / "0" / "model.safetensors", "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == dict(TINY.tensors())
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    gate, up = found["model.layers.0.mlp.gate_proj.weight"], found["model.layers.0.mlp.up_proj.weight"]
+    assert not torch.equal(gate, up)
+    assert gate.float().std() == pytest.approx(0.02, rel=0.05)
+    assert sum(tensor.nbytes for tensor in found.values()) == TINY.weight_bytes()
+
+
+def test_checkpoints_when_the_run_fails_then_their_files_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+
+    def fail(run: Run) -> None:
+        folders.append(Path(run.checkpoint("tiny")))
+        assert run.checkpoint("tiny") == str(folders[0])
+        assert (folders[0] / "config.json").is_file()
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(gpu._STAGES, "job", fail)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--toy", "--stages", "job"])
+    assert not folders[0].exists()
+
+
+def test_a_checkpoint_when_memory_is_short_then_it_lies_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_run, "_MEMORY_FOLDER", tmp_path)
+    assert folder_for(1) == tmp_path
+    assert folder_for(1 << 60) is None
+    monkeypatch.setattr(gpu_run, "_MEMORY_FOLDER", tmp_path / "none")
+    assert folder_for(1) is None
+
+
+def test_a_process_when_it_fails_or_takes_too_long_then_the_reason_stands_for_its_figures() -> None:
+    run = toy_run()
+    python = [sys.executable, "-c"]
+    assert run.figures_of([*python, "print('loading'); print('{\"seconds\": 2.0}')"], 60) == {"seconds": 2.0}
+    assert run.figures_of([*python, "import time; time.sleep(60)"], 0.1) == "left out: not done in 0 s"
+    assert run.figures_of([*python, "raise SystemExit(3)"], 60) == "left out: failed (3)"
