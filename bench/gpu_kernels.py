@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.gpu_peers import flashinfer_decode, flex, sdpa
 from kernels.attention_input.reference import attention_input
 from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, HeadNorms
-from kernels.linear.schemes import FLOAT8, INT4, INT8
+from kernels.linear.schemes import FLOAT8, INT4, INT8, WeightScheme
 from kernels.linear.triton import TritonLinear
 from kernels.triton_backend import TritonBackend
 
@@ -47,6 +47,8 @@ LAYERS = {
     "down": (4096, 12288),
     "head": (151936, 4096),
 }
+# How our linear layers hold their weights.
+SCHEMES: dict[str, WeightScheme | None] = {"": None, " int8": INT8, " int4": INT4, " fp8": FLOAT8}
 TOY_LAYERS = {"layer": (70, 1100)}
 ROWS, TOY_ROWS = (1, 8, 64, 256, 2048), (1, 70)
 # Tokens of the step between a layer's QKV and its attention, and of norms and activations.
@@ -216,13 +218,22 @@ def linear_calls(rows: int, outputs: int, columns: int, device: torch.device, *,
     x = torch.randn(rows, columns, device=device).bfloat16()
     weights = [torch.randn(outputs, columns, device=device).bfloat16() for _ in range(copies)]
 
-    def ours(weight: Tensor, scheme: object = None) -> Call:
-        return partial(TritonLinear.of(weight, None, scheme), x)  # type: ignore[arg-type]
+    def ours(weight: Tensor, scheme: WeightScheme | None = None) -> Call:
+        return partial(TritonLinear.of(weight, None, scheme), x)
 
-    return {
-        "torch": [partial(F.linear, x, weight) for weight in weights],
-        "novainfer": [ours(weight) for weight in weights],
-        "novainfer int8": [ours(weight, INT8) for weight in weights],
-        "novainfer int4": [ours(weight, INT4) for weight in weights],
-        "novainfer fp8": [ours(weight, FLOAT8) for weight in weights],
-    }
+    schemes = {f"novainfer{name}": [ours(weight, scheme) for weight in weights] for name, scheme in SCHEMES.items()}
+    return {"torch": [partial(F.linear, x, weight) for weight in weights], **schemes}
+
+
+def gate_up_calls(
+    rows: int, outputs: int, columns: int, device: torch.device, *, is_toy: bool
+) -> dict[str, list[Call]]:
+    """The same of gate and up, half of the outputs each, with the activation in the same launch."""
+    copies = 1 if is_toy else max(1, min(8, _COLD_BYTES // (2 * outputs * columns) + 1))
+    x = torch.randn(rows, columns, device=device).bfloat16()
+    weights = [torch.randn(outputs, columns, device=device).bfloat16() for _ in range(copies)]
+
+    def ours(weight: Tensor, scheme: WeightScheme | None) -> Call:
+        return partial(TritonLinear.of(weight, None, scheme).gate_up, x, "silu")
+
+    return {f"novainfer{name}": [ours(weight, scheme) for weight in weights] for name, scheme in SCHEMES.items()}

@@ -2,7 +2,7 @@
 
 Every candidate of every kernel is timed as `bench.gpu` times kernels: in CUDA graphs, with a cold cache, in turns, the
 median of three rounds. The table has a choice where it beats the default by more than the noise. `--toy` goes the same
-way on a CPU, where all candidates are the same.
+way with a few of them on a CPU, where all candidates are the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 Call = Callable[[], object]
 
 _LEAST_GAIN = 1.02
+_TOY_STRIDE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,39 +34,77 @@ class Question:
 
 def questions(device: Any, *, is_toy: bool) -> list[Question]:
     """Of the kernels whose launches the table knows, at the shapes of 8B models and of small ones."""
-    from bench.gpu_kernels import LAYERS, TOY_LAYERS, decode_calls, linear_calls, prefill_calls
+    found = []
+    for head_dim in (32,) if is_toy else (128, 64, 256):
+        found += [_decode(head_dim, is_float8, device, is_toy) for is_float8 in (False, True)]
+        found += [_prefill(head_dim, is_exact, device, is_toy) for is_exact in (False, True)]
+    for name in ("", " int8", " int4", " fp8"):
+        found += [_linear(name, rows, device, is_toy) for rows in (64, 128)]
+        found.append(_gate_up(name, 64, device, is_toy))
+    # With many rows integers have no such launch.
+    return found + [_gate_up(name, 128, device, is_toy) for name in ("", " fp8")]
+
+
+def _decode(head_dim: int, is_float8: bool, device: Any, is_toy: bool) -> Question:
+    from bench.gpu_kernels import FLOAT8_KV, decode_calls
     from kernels.triton_tuning import table_key
 
-    head_dim = 32 if is_toy else 128
-    lengths, prompt = ([40, 30], (1, 20, 20)) if is_toy else ([4096] * 64, (1, 4096, 4096))
-    outputs, columns = (TOY_LAYERS["layer"] if is_toy else LAYERS["gate_up"])  # fmt: skip
-    found = [
-        Question(
-            table_key("decode", {"head_dim": head_dim, "itemsize": 2}),
-            lambda: decode_calls(lengths, device, is_toy=is_toy)[0]["novainfer"],
-            ((4, 5), (4, 3), (4, 2), (4, 6), (4, 7), (2, 5), (8, 5)),
-        )
-    ]
-    for who, rows in (("novainfer", 64), ("novainfer deterministic", 32)):
-        found.append(
-            Question(
-                table_key("prefill", {"head_dim": head_dim, "itemsize": 2, "rows": rows}),
-                lambda who=who: prefill_calls(*prompt, device, is_toy=is_toy)[0][who],  # type: ignore[misc]
-                ((4, 2), (4, 3), (4, 5), (8, 2), (8, 3), (8, 5)),
-            )
-        )
-    for kind, bits in (("novainfer", 16), ("novainfer int8", 8), ("novainfer int4", 4)):
-        for rows in (64, 128):
-            found.append(
-                Question(
-                    table_key("linear", {"bits": bits, "itemsize": 2, "rows": rows, "gated": 0}),
-                    lambda kind=kind, rows=rows: linear_calls(  # type: ignore[misc]
-                        rows, outputs, columns, device, is_toy=is_toy
-                    )[kind],
-                    tuple((rows // 16, stages) for stages in (4, 3, 5)),
-                )
-            )
-    return found
+    lengths = [40, 300] if is_toy else [4096] * 64
+    default = 5 if head_dim <= 128 else 3
+    return Question(
+        table_key("decode", {"head_dim": head_dim, "itemsize": 2, "float8": int(is_float8)}),
+        lambda: decode_calls(lengths, device, is_toy=is_toy, dim=head_dim)[0][FLOAT8_KV if is_float8 else "novainfer"],
+        _default_first((4, default), [(4, 3), (4, 2), (4, 5), (4, 6), (4, 7), (2, 5), (8, 5)]),
+    )
+
+
+def _prefill(head_dim: int, is_exact: bool, device: Any, is_toy: bool) -> Question:
+    from bench.gpu_kernels import prefill_calls
+    from kernels.triton_tuning import table_key
+
+    prompt = (1, 20, 20) if is_toy else (1, 4096, 4096)
+    who, rows = ("novainfer deterministic", 32) if is_exact else ("novainfer", 64)
+    return Question(
+        table_key("prefill", {"head_dim": head_dim, "itemsize": 2, "float8": 0, "rows": rows}),
+        lambda: prefill_calls(*prompt, device, is_toy=is_toy, dim=head_dim)[0][who],
+        _default_first((4 if head_dim <= 128 else 8, 2), [(4, 2), (4, 3), (4, 5), (8, 2), (8, 3), (8, 5)]),
+    )
+
+
+def _linear(name: str, rows: int, device: Any, is_toy: bool) -> Question:
+    from bench.gpu_kernels import LAYERS, TOY_LAYERS, linear_calls
+    from kernels.triton_tuning import table_key
+
+    outputs, columns = TOY_LAYERS["layer"] if is_toy else LAYERS["gate_up"]
+    return Question(
+        table_key("linear", _linear_features(name, rows, is_gated=False)),
+        lambda: linear_calls(rows, outputs, columns, device, is_toy=is_toy)[f"novainfer{name}"],
+        tuple((rows // 16, stages) for stages in (4, 3, 5)),
+    )
+
+
+def _gate_up(name: str, rows: int, device: Any, is_toy: bool) -> Question:
+    """With few rows the activation is taken in this launch only where K is one chunk: a small model's."""
+    from bench.gpu_kernels import LAYERS, gate_up_calls
+    from kernels.triton_tuning import table_key
+
+    outputs, columns = (6144, 1024) if rows <= 64 else LAYERS["gate_up"]
+    if is_toy:
+        outputs, columns = 70, 130
+    return Question(
+        table_key("linear", _linear_features(name, rows, is_gated=True)),
+        lambda: gate_up_calls(rows, outputs, columns, device, is_toy=is_toy)[f"novainfer{name}"],
+        tuple((rows // 16, stages) for stages in (4, 3, 2)),
+    )
+
+
+def _linear_features(name: str, rows: int, *, is_gated: bool) -> dict[str, int]:
+    bits = {"": 16, " int8": 8, " int4": 4, " fp8": 8}[name]
+    return {"bits": bits, "float8": int(name == " fp8"), "itemsize": 2, "rows": rows, "gated": int(is_gated)}
+
+
+def _default_first(default: tuple[int, int], others: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return (default, *(other for other in others if other != default))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,7 +128,8 @@ def main(argv: list[str] | None = None) -> int:
     name = "cpu" if arguments.toy else torch.cuda.get_device_name()
     clock = Clock(device)
     choices = {}
-    for question in questions(device, is_toy=arguments.toy):
+    asked = questions(device, is_toy=arguments.toy)
+    for question in asked[::_TOY_STRIDE] if arguments.toy else asked:
         best = _best(question, clock)
         if best is not None:
             choices[question.key] = best
@@ -116,10 +156,13 @@ def _best(question: Question, clock: Any) -> tuple[int, int] | None:
             made = [lambda call=call, run=run: run(call) for call in question.calls()]
             made[0]()
         except Exception as error:  # more shared memory or registers than there are
-            print(f"{question.key}: {candidate} does not run: {error}")
+            print(f"{question.key}: {candidate} does not run: {type(error).__name__}: {error}")
             continue
         calls[str(candidate)] = made
     timings = clock.compare(calls)
+    if not timings:
+        print(f"{question.key}: no candidate runs, the default stays")
+        return None
     names = {str(candidate): candidate for candidate in question.candidates}
     best = min(timings, key=lambda name: timings[name].median)
     default = str(question.candidates[0])

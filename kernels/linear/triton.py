@@ -278,6 +278,7 @@ class TritonLinear:
                 x.device,
                 (block_m // 16, 4 if out.element_size() == 2 else 2),  # four tiles of 128 float32 rows do not fit
                 bits=packed.bits,
+                float8=int(packed.is_float8),
                 itemsize=out.element_size(),
                 rows=block_m,
                 gated=int(gated),

@@ -304,7 +304,12 @@ def _launch(
         INTERPRETED=INTERPRETED,
         enable_fp_fusion=False,
         **launch_options(
-            "decode", query.device, (4, _stages(head_dim, query)), head_dim=head_dim, itemsize=query.element_size()
+            "decode",
+            query.device,
+            (4, _stages(head_dim, query)),
+            head_dim=head_dim,
+            itemsize=query.element_size(),
+            float8=int(is_float8(caches[0])),
         ),
     )
     if is_merged:

@@ -190,6 +190,12 @@ def prefill_attention(
         INTERPRETED=INTERPRETED,
         enable_fp_fusion=False,
         **launch_options(
-            "prefill", query.device, (warps, 2), head_dim=head_dim, itemsize=query.element_size(), rows=rows
+            "prefill",
+            query.device,
+            (warps, 2),
+            head_dim=head_dim,
+            itemsize=query.element_size(),
+            float8=int(is_float8(caches[0])),
+            rows=rows,
         ),
     )

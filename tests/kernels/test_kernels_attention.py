@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.backend import AttentionParams, KernelBackend, select_backend
-from kernels.cpu_backend import CpuBackend
 from kernels.paged_attention import triton_decode
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import Context, Heads, assert_close
@@ -191,20 +190,6 @@ def test_a_value_of_e4m3_that_is_none_when_seen_then_its_row_alone_is_none(
     got = context.attend(triton_backend, _decodes([20, 20]), 2, PLAIN)
     assert got[0, 0].isnan().nonzero().flatten().tolist() == [3]
     assert not got[1].isnan().any()
-
-
-def test_sinks_when_a_backend_has_none_then_they_are_refused() -> None:
-    backend, cpu = CpuBackend(), torch.device("cpu")
-    context = Context([20], Heads(group=3, kv=1, dim=16), cpu)
-    query, metadata = context.step([(0, 10, 20)], 0)
-    caches = backend.allocate_kv_cache(context.num_blocks, 16, 1, 16, torch.float32, cpu)
-    with pytest.raises(ValueError, match="no attention sinks"):
-        backend.paged_attention(query, *caches, metadata, AttentionParams(0.3, sinks=SINKS))
-    program = backend.program(4, torch.float32)
-    assert program is not None
-    rows = program.buffer("rows", 48).view(4, 3, 16)
-    with pytest.raises(ValueError, match="no attention sinks"):
-        program.paged_attention(rows, *caches, AttentionParams(0.3, sinks=SINKS), rows)
 
 
 def test_layers_with_sinks_when_compared_then_the_rest_decides() -> None:

@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench import gpu
+from bench import gpu, tune_gpu
 from bench.gpu import STAGES
 from bench.gpu_clock import Clock
 from bench.gpu_run import Run
 from bench.tune_gpu import questions
 from kernels import triton_tuning
 from kernels.triton_tuning import forced, launch_options, read_table
+from tests.kernels.conftest import DEVICE
 
 TritonError = pytest.importorskip("triton.errors").TritonError  # an Exception, no RuntimeError
 
@@ -100,9 +101,38 @@ def test_a_table_of_launches_when_made_then_the_kernels_can_read_it(tmp_path: Pa
     command = [sys.executable, "-m", "bench.tune_gpu", "--toy", "--output", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    keys = {question.key for question in questions(torch.device("cpu"), is_toy=True)}
-    assert set(read_table(path)) <= keys
-    assert {line.split(":")[0] for line in done.stdout.splitlines()[:-1]} == keys
+    keys = [question.key for question in questions(torch.device("cpu"), is_toy=True)]
+    assert len(set(keys)) == len(keys)
+    asked = [line.split(":")[0] for line in done.stdout.splitlines()[:-1]]
+    assert asked == keys[::6]
+    assert set(read_table(path)) <= set(asked)
+
+
+@pytest.mark.parametrize("question", questions(DEVICE, is_toy=True), ids=lambda question: question.key)
+def test_a_question_when_its_calls_run_then_a_kernel_looks_its_key_up(
+    question: tune_gpu.Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def table_key(kernel: str, features: dict[str, int]) -> str:
+        found.append(real(kernel, features))
+        return found[-1]
+
+    real = triton_tuning.table_key
+    calls = question.calls()
+    monkeypatch.setattr(triton_tuning, "table_key", table_key)
+    with forced({"some other": (1, 1)}):  # what is forced is looked up each time
+        calls[0]()
+    assert set(found) == {question.key}
+
+
+def test_a_question_when_no_candidate_runs_then_the_default_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> list[tune_gpu.Call]:
+        raise TritonError("out of resource")
+
+    question = tune_gpu.Question("decode some=1", fail, ((4, 5), (4, 3)))
+    assert tune_gpu._best(question, Clock(torch.device("cpu"))) is None
+    assert "decode some=1: no candidate runs, the default stays" in capsys.readouterr().out
 
 
 def test_launches_when_looked_up_then_the_table_goes_before_the_default_and_what_is_forced_before_both(

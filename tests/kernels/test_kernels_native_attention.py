@@ -218,3 +218,17 @@ def test_value_that_is_not_finite_when_only_later_rows_see_it_then_the_others_ha
     assert whole[:4].isfinite().all()
     assert not whole[4:12].isfinite().all(-1).any()
     assert bool(whole[12:35].isfinite().all()) == (window is not None)
+
+
+def test_sinks_when_attention_is_asked_for_then_they_are_refused() -> None:
+    backend, params = CpuBackend(), AttentionParams(0.3, sinks=torch.zeros(3))
+    caches = backend.allocate_kv_cache(2, 16, 1, 16, torch.float32, CPU)
+    starts, lengths = torch.tensor([0, 10], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    metadata = AttentionMetadata(starts, lengths, torch.tensor([[1, 0]], dtype=torch.int32), 0, 10, 20)
+    with pytest.raises(ValueError, match="no attention sinks"):
+        backend.paged_attention(torch.zeros(10, 3, 16), *caches, metadata, params)
+    program = backend.program(4, torch.float32)
+    assert program is not None
+    rows = program.buffer("rows", 48).view(4, 3, 16)
+    with pytest.raises(ValueError, match="no attention sinks"):
+        program.paged_attention(rows, *caches, params, rows)
