@@ -98,7 +98,7 @@ SHAPES = {
     "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936, 40960),
     # As wide as the 8B, and of an odd vocabulary: for tests of what depends on sizes.
     "wide": Shape(2, 4096, 12288, 32, 8, 128, 50257, 40960),
-    "tiny-wide": Shape(1, 1040, 24, 2, 1, 32, 601, 2048),
+    "tiny-wide": Shape(1, 1040, 24, 1, 1, 16, 261, 2048),
     "tiny": Shape(2, 64, 128, 4, 2, 16, 1024, 2048),
 }
 

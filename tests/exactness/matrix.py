@@ -1,7 +1,7 @@
 """The exactness matrix: the same requests under every circumstance that must not matter, compared bit for bit.
 
 `python -m tests.exactness.matrix --pairs 5000 [--model DIR] [--dtype float32] [--quantization int8]
-[--kv-cache-dtype int8]`
+[--kv-cache-dtype int8] [--long]`
 
 A *case* is a request. Its *reference* is what it gives alone: one row, the whole prompt in one chunk, no cache, one
 step in flight, on fresh workers. A *circumstance* is everything else: company, arrival, chunk size, block size, cache,
@@ -26,6 +26,9 @@ from novainfer.sampling.params import SamplingParams
 from workers.local_executor import LocalExecutor
 
 MAX_MODEL_LEN = 512
+LENGTHS = (1, 2, 15, 16, 17, 60, 200)  # tokens of prompts
+# Contexts of several chunks of 256 tokens, in which decode attention on a GPU takes partial sums.
+LONG_LENGTHS = (60, 240, 255, 256, 257, 300, 370)
 _MAX_STEPS = 200_000
 
 
@@ -59,7 +62,13 @@ class Circumstance:
     speculation: str = "none"
 
     def config(
-        self, model: str, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto", device: str = "cpu"
+        self,
+        model: str,
+        dtype: str,
+        quantization: str = "none",
+        kv_cache_dtype: str = "auto",
+        device: str = "cpu",
+        kernel_backend: str = "auto",
     ) -> ServeConfig:
         return ServeConfig(
             model=ModelConfig(model=model, dtype=dtype, quantization=quantization, max_model_len=MAX_MODEL_LEN),
@@ -75,18 +84,23 @@ class Circumstance:
                 steps_in_flight=self.steps_in_flight,
                 speculation=self.speculation,
             ),
-            parallel=ParallelConfig(device=device, threads_per_worker=self.threads, deterministic=device == "cuda"),
+            parallel=ParallelConfig(
+                device=device,
+                threads_per_worker=self.threads,
+                kernel_backend=kernel_backend,
+                deterministic=device == "cuda" or kernel_backend == "triton",
+            ),
         )
 
 
-def make_cases(count: int, vocab_size: int, seed: int) -> list[AddRequest]:
-    """Requests over all features; about half share a prefix with another one."""
+def make_cases(count: int, vocab_size: int, seed: int, lengths: Sequence[int] = LENGTHS) -> list[AddRequest]:
+    """Requests over all features, with prompts of these lengths; about half share a prefix with another one."""
     rng = random.Random(seed)
     stems = [[rng.randrange(vocab_size) for _ in range(rng.choice((17, 40, 96)))] for _ in range(4)]
     cases = []
     for i in range(count):
         stem = rng.choice(stems)[: rng.randint(1, 96)] if rng.random() < 0.5 else []
-        prompt = stem + [rng.randrange(vocab_size) for _ in range(rng.choice((1, 2, 15, 16, 17, 60, 200)))]
+        prompt = stem + [rng.randrange(vocab_size) for _ in range(rng.choice(lengths))]
         if rng.random() < 0.3:  # a text that repeats itself, so that there are drafts
             prompt = (prompt * 8)[: max(len(prompt), 120)]
         params = _params(rng, vocab_size)
@@ -147,9 +161,15 @@ class Runner:
     """Requests through scheduler and workers in this process; `model` is a folder or 'demo'."""
 
     def __init__(
-        self, model: str, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto", device: str = "cpu"
+        self,
+        model: str,
+        dtype: str,
+        quantization: str = "none",
+        kv_cache_dtype: str = "auto",
+        device: str = "cpu",
+        kernel_backend: str = "auto",
     ) -> None:
-        self._types = (model, dtype, quantization, kv_cache_dtype, device)
+        self._types = (model, dtype, quantization, kv_cache_dtype, device, kernel_backend)
 
     def vocab_size(self) -> int:
         executor = LocalExecutor(Circumstance().config(*self._types))
@@ -260,12 +280,14 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: in deterministic mode")
     parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4", "w8a8", "fp8"))
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
+    parser.add_argument("--long", action="store_true", help="prompts of up to 370 tokens instead of 200")
     parser.add_argument("--pairs", type=int, default=5000, help="(case, circumstance) pairs, about")
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     runner = Runner(options.model, options.dtype, options.quantization, options.kv_cache_dtype, options.device)
-    cases = make_cases(options.cases, runner.vocab_size(), options.seed)
+    lengths = LONG_LENGTHS if options.long else LENGTHS
+    cases = make_cases(options.cases, runner.vocab_size(), options.seed, lengths)
     references = runner.references(cases)
     rng = random.Random(options.seed)
     pairs = num_differences = 0
