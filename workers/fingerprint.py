@@ -34,7 +34,7 @@ def fingerprint(mode: Mode, tp: TensorParallel, checksum: int, results: Sequence
 
     All ranks call it. Rank 0, which has the results, has the group's fingerprint; the others have an empty one.
     """
-    checksums = tp.gather_columns(torch.tensor([[checksum]])).tolist()
+    checksums = tp.gather_number(checksum)
     if tp.rank > 0:
         return ""
     digest = hashlib.blake2b(f"{mode} {checksums}".encode(), digest_size=8)

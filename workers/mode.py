@@ -30,7 +30,7 @@ def find_mode(
         kv_cache_dtype=config.cache.kv_cache_dtype,
         tensor_parallel_size=tp.world_size,
         is_exact=is_native
-        and (device.type == "cpu" or tp.world_size == 1)  # NCCL chooses how it adds up by the size of what it adds
+        and tp.adds_in_order  # else NCCL chooses how it adds up by the size of what it adds
         and kernels.is_exact(config.cache.block_size, spec.head_dim, spec.dtype),
     )
 

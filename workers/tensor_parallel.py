@@ -1,7 +1,8 @@
 """The ranks that one model is split over, and what they say to each other inside a step.
 
-Lives in the worker process, one per rank. Every sum is taken in rank order, so that a row's bits depend neither on
-where it stands in the batch nor on which algorithm the communication library would pick for the message's size.
+Lives in the worker process, one per rank. On CPUs, and in deterministic mode on GPUs, every sum is taken in rank order,
+so that a row's bits depend neither on where it stands in the batch nor on which algorithm the communication library
+would pick for the message's size. Otherwise NCCL adds up as it likes, which sends less.
 """
 
 from __future__ import annotations
@@ -17,14 +18,28 @@ from torch import Tensor
 
 from novainfer.errors import PeerLostError, UnsupportedModelError
 
+_CPU = torch.device("cpu")
+
 
 class TensorParallel:
     """This rank's place in its tensor-parallel group. With one rank every operation is the identity."""
 
-    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device = _CPU,
+        *,
+        in_order: bool = True,
+    ) -> None:
+        """device: where this rank's tensors are; in_order: sums are taken in rank order."""
         self.rank = rank
         self.world_size = world_size
+        # a + b has one order only.
+        self.adds_in_order = in_order or world_size <= 2
         self._group = group  # None: one rank, torch.distributed is not used
+        self._device = device
 
     @classmethod
     def single(cls) -> TensorParallel:
@@ -32,9 +47,12 @@ class TensorParallel:
         return cls(0, 1, None)
 
     @classmethod
-    def init(cls, rank: int, world_size: int, meeting_point: str, device: torch.device) -> TensorParallel:
+    def init(
+        cls, rank: int, world_size: int, meeting_point: str, device: torch.device, *, deterministic: bool = False
+    ) -> TensorParallel:
         """Join the group; returns when all ranks have, which are on one host. NCCL on cuda, gloo on cpu.
 
+        deterministic: sums are taken in rank order on GPUs, too.
         meeting_point is the path of a file that no earlier group has used (torch's TCPStore would listen on all
         interfaces). Gloo's and NCCL's sockets are on loopback.
         """
@@ -51,7 +69,7 @@ class TensorParallel:
             world_size=world_size,
             device_id=device if on_gpu else None,
         )
-        return cls(rank, world_size, dist.group.WORLD)
+        return cls(rank, world_size, dist.group.WORLD, device, in_order=deterministic or not on_gpu)
 
     def close(self) -> None:
         """Leave the group (idempotent)."""
@@ -63,7 +81,7 @@ class TensorParallel:
         """The sum over the ranks, the same bits on each; x may be overwritten. Raises `PeerLostError`, as all below."""
         if self.world_size == 1:
             return x
-        if self.world_size == 2:  # a + b has one order only
+        if self.world_size == 2 or not self.adds_in_order:
             with _peers():
                 dist.all_reduce(x, group=self._group)
             return x
@@ -76,6 +94,12 @@ class TensorParallel:
     def gather_columns(self, local: Tensor) -> Tensor:
         """local [R, n] -> [R, world_size * n] on every rank, the ranks' columns in rank order."""
         return local if self.world_size == 1 else torch.cat(self._gather(local), dim=-1)
+
+    def gather_number(self, number: int) -> list[int]:
+        """Each rank's 64-bit number, in rank order. They travel as the rest does: NCCL takes no tensor of the host."""
+        if self.world_size == 1:
+            return [number]
+        return [int(part) for part in self._gather(torch.tensor([number], device=self._device))]
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Overwrite x with rank src's, and return it."""

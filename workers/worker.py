@@ -104,7 +104,8 @@ class Worker:
             torch.set_num_threads(config.parallel.threads_per_worker or default_threads(place.world_size))
         else:
             torch.cuda.set_device(device)
-        tp = TensorParallel.init(place.rank, place.world_size, place.meeting_point, device)
+        deterministic = config.parallel.deterministic
+        tp = TensorParallel.init(place.rank, place.world_size, place.meeting_point, device, deterministic=deterministic)
         model = load_model(
             config.model,
             tp=tp,

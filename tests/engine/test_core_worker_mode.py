@@ -48,6 +48,15 @@ def test_a_native_decoder_when_all_kernels_are_native_then_exact_else_not(tmp_pa
     assert mode(folder, ReferenceBackend()) == f"cpu {torch_isa} reference/native float32 tp1 best-effort"
 
 
+def test_several_ranks_when_sums_are_in_their_order_then_exact_else_not(tmp_path: Path) -> None:
+    folder, kernels = build_checkpoint("qwen3", tmp_path / "model"), CpuBackend("portable")
+    config = ServeConfig(model=ModelConfig(model=str(folder)))
+    model = load_model(config.model, tp=TensorParallel.single(), kernels=kernels, device=CPU)
+    for in_order, promise in ((True, "exact"), (False, "best-effort")):
+        tp = TensorParallel(0, 4, None, in_order=in_order)
+        assert str(find_mode(config, kernels, model, tp, CPU)).endswith(f"tp4 {promise}")
+
+
 def test_transformers_own_code_when_it_runs_then_nothing_is_promised(tmp_path: Path) -> None:
     folder = build_checkpoint("starcoder2", tmp_path / "model")
     assert mode(folder, CpuBackend("portable")) == "cpu portable cpu/transformers float32 tp1 best-effort"
