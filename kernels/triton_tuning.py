@@ -15,6 +15,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from kernels.kv_store.reference import is_float8
 
 Choice = tuple[int, int]  # warps, stages
 
@@ -49,6 +52,11 @@ def read_table(path: Path) -> dict[str, Choice]:
     if any(warps not in (1, 2, 4, 8, 16) or not 1 <= stages <= 8 for warps, stages in found.values()):
         raise ValueError(f"{path} has launches that no GPU takes")
     return found
+
+
+def attention_features(query: Tensor, key_cache: Tensor) -> dict[str, int]:
+    """What the best launch of attention depends on: query [T, H, D], keys as they are stored [..., D]."""
+    return {"head_dim": query.shape[-1], "itemsize": query.element_size(), "float8": int(is_float8(key_cache))}
 
 
 @contextmanager

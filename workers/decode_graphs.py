@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ from workers.tensor_parallel import TensorParallel
 Call = Callable[[], None]
 Record = Callable[[Call], Call]  # what it is given has been called once; what it returns does the same again
 
+# Of one layer's kernels and copies in one graph. An estimate: about ten nodes with their arguments.
+_DRIVER_BYTES = 64 << 10
+_NO_MEMORY = re.compile(r"out of memory|cudaErrorMemoryAllocation|STATUS_ALLOC_FAILED")
 _OFTEN = 32  # steps that a graph would have served: then it is recorded even while requests wait
 _log = logging.getLogger(__name__)
 
@@ -174,8 +178,8 @@ class DecodeGraphs:
                 self._logits = torch.zeros(self._sizes[-1], states.limits.vocab_size, device=states.device)
             step = DecodeStep(self._rank, self._logits[:size])
             graph = Graph(step, self._record(step.compute), self._record(step.sample))
-        except torch.OutOfMemoryError as error:
-            if self._rank.tp.world_size > 1:
+        except RuntimeError as error:
+            if self._rank.tp.world_size > 1 or not is_out_of_memory(error):
                 raise
             self._is_full = True
             _log.warning("no memory for CUDA graphs beyond %s: %s", sorted(self._graphs) or "none", error)
@@ -190,19 +194,51 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
+@torch.inference_mode()
+def decode_once(rank: Rank) -> None:
+    """What the largest graph does, for no rows: to see what memory that takes, or to compile it."""
+    limits = rank.states.limits
+    step = DecodeStep(rank, torch.zeros(limits.max_num_seqs, limits.vocab_size, device=rank.states.device))
+    step.compute()
+    step.sample()
+
+
+def driver_bytes(max_rows: int, num_layers: int) -> int:
+    """About what the driver keeps of all graphs beside the memory that they work in."""
+    return len(graph_sizes(max_rows)) * num_layers * _DRIVER_BYTES
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether that was the reason, or the reason of what came after it.
+
+    torch's allocator raises `OutOfMemoryError`. Where the driver finds none, for a graph's nodes or a kernel's code, it
+    is another `RuntimeError`, `AcceleratorError` in newer versions, and a capture that is left early adds its own.
+    """
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def cuda_recorder(device: torch.device) -> Record:
     """Records CUDA graphs, which share their memory: no two of them run at the same time."""
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(call: Call) -> Call:
-        stream.wait_stream(torch.cuda.current_stream(device))
+        before = torch.cuda.current_stream(device)
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
             call()  # compiles, and allocates what libraries keep
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            call()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                call()
+        except BaseException:
+            torch.cuda.set_stream(before)  # a capture that fails at its end stays on its own
+            raise
         return graph.replay
 
     return record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,19 +153,23 @@ def cpu_budget(config: ServeConfig, ranks_on_host: int) -> int:
     return min(max(available, 0) // 4, _MAX_CPU_SHARE) // ranks_on_host
 
 
-def gpu_budget(config: ServeConfig, device: torch.device) -> int:
-    """Bytes for the KV cache of the rank that owns `device`.
-
-    Call it when the weights are loaded and a step of the largest size has run since the last
-    `reset_peak_memory_stats`: what that step needed beyond the weights is left free.
+def gpu_budget(config: ServeConfig, device: torch.device, work_space: int) -> int:
+    """Bytes for the KV cache of the rank that owns `device`: what is free once the weights are loaded, but for
+    `work_space` and the share that is not to be used.
     """
-    if config.cache.kv_cache_memory_mib is not None:
-        return config.cache.kv_cache_memory_mib * MIB
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    work_space = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     reserve = int(total * (1.0 - config.cache.gpu_memory_utilization))
     return free - reserve - work_space
+
+
+def peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
+    """Of the memory of a GPU that a call needs at once, what it has given back at its end."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
 def _private_memory() -> int:

@@ -14,6 +14,7 @@ import torch
 
 from kernels.backend import KernelBackend, select_backend
 from novainfer.config import (
+    MIB,
     NO_FP8_CACHE_ON_CPUS,
     NO_FP8_ON_CPUS,
     NO_INT8_CACHE_ON_GPUS,
@@ -29,9 +30,18 @@ from novainfer.mode import Mode
 from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.checkpoint import find_checkpoint
-from workers.decode_graphs import cuda_recorder
+from workers.decode_graphs import Rank, cuda_recorder, decode_once, driver_bytes
 from workers.fingerprint import checksum_of, fingerprint
-from workers.kv_cache import CacheSize, KVCache, block_bytes, cpu_budget, fit_cache, gpu_budget, resolve_max_model_len
+from workers.kv_cache import (
+    CacheSize,
+    KVCache,
+    block_bytes,
+    cpu_budget,
+    fit_cache,
+    gpu_budget,
+    peak_bytes,
+    resolve_max_model_len,
+)
 from workers.launch import RankPlace
 from workers.mode import find_mode
 from workers.model_runner import ModelRunner
@@ -223,27 +233,40 @@ def _limits(config: ServeConfig, model: CausalLM, size: CacheSize, num_tokens: i
 def _size_cache(
     config: ServeConfig, model: CausalLM, kernels: KernelBackend, tp: TensorParallel, device: torch.device
 ) -> CacheSize:
-    """Decide the number of blocks; on a GPU after a step of the largest size has shown what it needs beside them."""
+    """Decide the number of blocks; on a GPU after steps of the largest size have shown what they need beside them."""
     max_position = model.spec.max_position
     per_block = block_bytes(model, kernels, config.cache)
     if config.cache.num_blocks is not None:
         return fit_cache(config, max_position, per_block, budget=0)
     if device.type == "cpu":
         return fit_cache(config, max_position, per_block, cpu_budget(config, tp.world_size))
-    block_size = config.cache.block_size
-    step = _step_tokens(config, model, tp, device)
-    num_tokens = min(step, resolve_max_model_len(config, max_position) - 2)
-    probe = CacheSize(-(-(num_tokens + 2) // block_size), max_position)
+    if config.cache.kv_cache_memory_mib is not None:
+        return fit_cache(config, max_position, per_block, config.cache.kv_cache_memory_mib * MIB)
+    needed = _work_space(config, model, kernels, tp, device)
+    return fit_cache(config, max_position, per_block, gpu_budget(config, device, needed))
+
+
+def _work_space(
+    config: ServeConfig, model: CausalLM, kernels: KernelBackend, tp: TensorParallel, device: torch.device
+) -> int:
+    """Bytes that steps of the largest size need on a GPU beside weights and cache: by running them on a small one."""
+    rows, step = config.scheduler.max_num_seqs, _step_tokens(config, model, tp, device)
+    max_model_len = resolve_max_model_len(config, model.spec.max_position)
+    num_tokens = min(step, max_model_len - 2)
+    probe = CacheSize(-(-(num_tokens + 2) // config.cache.block_size), max_model_len)
     cache = KVCache.allocate(model, kernels, probe.num_blocks, config.cache, device)
-    torch.cuda.reset_peak_memory_stats(device)
     states = RequestStates(_limits(config, model, probe, step), device)
-    _run_dummy(ModelRunner(model, kernels, tp, states, cache), [0] * num_tokens, _WARM_UP_PARAMS)
-    torch.cuda.synchronize(device)
-    del cache
-    # Graphs have memory of their own, for as much again.
-    copies = _SAMPLING_COPIES * (2 if has_graphs(config, model, device) else 1)
-    sampling_bytes = copies * 4 * config.scheduler.max_num_seqs * model.spec.vocab_size
-    return fit_cache(config, max_position, per_block, gpu_budget(config, device) - sampling_bytes)
+    runner = ModelRunner(model, kernels, tp, states, cache)
+    prompt_bytes = peak_bytes(device, lambda: _run_dummy(runner, [0] * num_tokens, _WARM_UP_PARAMS))
+    decode_bytes = 0  # of a model whose steps the host has to watch: they are no graphs
+    if model.is_static:
+        # Contexts may be as long as they can be: so are the partial results of decode attention.
+        decode_bytes = peak_bytes(device, lambda: decode_once(Rank(model, kernels, tp, states, cache)))
+    sampling_bytes = _SAMPLING_COPIES * 4 * rows * model.spec.vocab_size
+    needed = prompt_bytes + max(sampling_bytes, decode_bytes)
+    if has_graphs(config, model, device):  # they have memory of their own
+        needed += decode_bytes + driver_bytes(rows, model.spec.num_layers)
+    return needed
 
 
 def _why_not_finite(config: ModelConfig) -> str:

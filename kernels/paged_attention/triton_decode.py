@@ -22,7 +22,7 @@ from kernels.backend import AttentionMetadata, AttentionParams
 from kernels.kv_store.reference import is_float8
 from kernels.paged_attention.triton_chunk import CHUNK, attend_chunk, merge_chunk, normalise, tile_tokens
 from kernels.triton_launch import INTERPRETED, has_dependent_launch, next_power_of_2, num_processors
-from kernels.triton_tuning import launch_options
+from kernels.triton_tuning import attention_features, launch_options
 
 # Partial results of one launch: this, or so much of a GPU's memory. More sequences than are sure to fit go into further
 # launches, which changes no bits.
@@ -303,14 +303,7 @@ def _launch(
         DEPENDENT=has_dependent_launch(query.device),
         INTERPRETED=INTERPRETED,
         enable_fp_fusion=False,
-        **launch_options(
-            "decode",
-            query.device,
-            (4, _stages(head_dim, query)),
-            head_dim=head_dim,
-            itemsize=query.element_size(),
-            float8=int(is_float8(caches[0])),
-        ),
+        **launch_options("decode", query.device, (4, _stages(head_dim, query)), **attention_features(query, caches[0])),
     )
     if is_merged:
         _launch_merge(partial_acc, partial_stats, work.starts, params.sinks, out)

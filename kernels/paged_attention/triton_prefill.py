@@ -16,7 +16,7 @@ from kernels.backend import AttentionMetadata, AttentionParams
 from kernels.kv_store.reference import is_float8
 from kernels.paged_attention.triton_chunk import CHUNK, attend_chunk, merge_chunk, normalise, tile_tokens
 from kernels.triton_launch import INTERPRETED, next_power_of_2
-from kernels.triton_tuning import launch_options
+from kernels.triton_tuning import attention_features, launch_options
 
 # Below 64 rows Triton uses the tensor core instruction of decode's 16 rows, so both give the same bits; from 64
 # rows on, Hopper's wgmma is faster and may round differently.
@@ -189,13 +189,5 @@ def prefill_attention(
         FLOAT8=is_float8(caches[0]),
         INTERPRETED=INTERPRETED,
         enable_fp_fusion=False,
-        **launch_options(
-            "prefill",
-            query.device,
-            (warps, 2),
-            head_dim=head_dim,
-            itemsize=query.element_size(),
-            float8=int(is_float8(caches[0])),
-            rows=rows,
-        ),
+        **launch_options("prefill", query.device, (warps, 2), rows=rows, **attention_features(query, caches[0])),
     )

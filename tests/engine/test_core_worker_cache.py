@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,8 +15,12 @@ from kernels.backend import select_backend
 from novainfer.config import MIB, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.errors import ConfigError
 from tests.builders import CPU
-from workers import kv_cache
-from workers.kv_cache import CacheSize, KVCache, cpu_budget, fit_cache
+from tests.parity.builders import build_checkpoint
+from workers import kv_cache, worker
+from workers.decode_graphs import driver_bytes
+from workers.kv_cache import CacheSize, KVCache, cpu_budget, fit_cache, gpu_budget, peak_bytes
+from workers.models.loader import load_model
+from workers.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.stage0
 
@@ -92,3 +98,46 @@ def test_blocks_when_copied_then_sources_are_read_before_anything_is_written() -
         for tensor in layer:
             assert tensor[:, 0, 0, 0].tolist() == [0, 0, 2, 1]
             assert (tensor == tensor[:, :1, :1, :1]).all()
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_what_steps_need_when_measured_then_prompts_and_decodes_count_and_graphs_once_more(
+    is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def peak(device: torch.device, call: Callable[[], object]) -> int:
+        call()
+        return peaks.pop(0)
+
+    peaks = [5000, 1_000_000]  # of the largest prompt, of the largest decode
+    monkeypatch.setattr(worker, "peak_bytes", peak)
+    monkeypatch.setattr(worker, "has_graphs", lambda config, model, device: is_recorded)
+    given = replace(
+        config(64), model=ModelConfig(model=str(build_checkpoint("qwen3", tmp_path / "model")), max_model_len=64)
+    )
+    kernels, tp = select_backend(CPU), TensorParallel.single()
+    model = load_model(given.model, tp=tp, kernels=kernels, device=CPU)
+    assert 4 * 4 * 4 * model.spec.vocab_size < 1_000_000  # what sampling may need is less
+    graphs = 1_000_000 + driver_bytes(4, model.spec.num_layers) if is_recorded else 0
+    assert worker._work_space(given, model, kernels, tp, CPU) == 5000 + 1_000_000 + graphs
+    assert driver_bytes(8, 10) > driver_bytes(4, 10) > driver_bytes(4, 5) > 0
+
+
+def test_a_peak_when_measured_then_what_is_kept_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    fakes = {
+        "synchronize": lambda device: order.append("wait"),
+        "reset_peak_memory_stats": lambda device: order.append("reset"),
+        "max_memory_allocated": lambda device: 700,
+        "memory_allocated": lambda device: 300,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert peak_bytes(CPU, lambda: order.append("call")) == 400
+    assert order == ["wait", "reset", "call", "wait"]
+
+
+def test_a_gpu_when_its_cache_is_sized_then_what_steps_need_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700 * MIB, 1000 * MIB))
+    used = config(gpu_memory_utilization=0.75)
+    assert gpu_budget(used, torch.device("cuda"), 100 * MIB) == 350 * MIB

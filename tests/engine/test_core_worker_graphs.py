@@ -7,7 +7,10 @@ of a row's tokens depends on that. On the CPU's kernels a row's bits depend on t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from novainfer.config import ModelConfig
 from novainfer.protocol.step import StepPlan
 from tests.builders import CPU, PlanWriter, execute, generate, make_runner
 from tests.parity.builders import build_checkpoint
-from workers.decode_graphs import graph_sizes
+from workers.decode_graphs import cuda_recorder, graph_sizes
 from workers.model_runner import ModelRunner
 from workers.models.base import CausalLM
 from workers.models.loader import load_model
@@ -148,12 +151,32 @@ def test_no_idle_time_when_a_size_is_wanted_often_then_it_is_recorded_and_a_larg
     assert recorder.replayed == ["compute", "sample"] * 39
 
 
-def test_no_memory_for_a_graph_when_recorded_then_steps_run_without(model: CausalLM, kernels: KernelBackend) -> None:
+def left_early() -> RuntimeError:
+    """As a capture ends in which the driver found no memory."""
+    error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    error.__context__ = torch.AcceleratorError("CUDA error: out of memory")
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("none is left"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        left_early(),
+    ],
+    ids=lambda error: f"{type(error).__name__}: {error}"[:40],
+)
+def test_no_memory_for_a_graph_when_recorded_then_steps_run_without(
+    error: RuntimeError, model: CausalLM, kernels: KernelBackend
+) -> None:
     calls = []
 
     def record(call: Callable[[], None]) -> Callable[[], None]:
         calls.append(call)
-        raise torch.OutOfMemoryError("none is left")
+        raise error
 
     runner, writer = make_runner(model, kernels, record=record), PlanWriter()
     writer.add(0, PROMPTS[0], **FIELDS[0])
@@ -163,6 +186,43 @@ def test_no_memory_for_a_graph_when_recorded_then_steps_run_without(model: Causa
     assert generate(runner, writer, 0, 40) == generate(make_runner(model, kernels), alone, 0, 40)
     assert not runner.use_idle_time()
     assert len(calls) == 1
+
+
+def test_a_graph_that_fails_for_another_reason_when_recorded_then_it_is_raised(
+    model: CausalLM, kernels: KernelBackend
+) -> None:
+    def record(call: Callable[[], None]) -> Callable[[], None]:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        make_runner(model, kernels, record=record).use_idle_time()
+
+
+def test_a_capture_that_fails_at_its_end_when_left_then_the_stream_is_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, current = SimpleNamespace(), []
+
+    @contextmanager
+    def capture(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+        raise RuntimeError("CUDA error: out of memory")
+
+    side = SimpleNamespace(wait_stream=lambda stream: None, synchronize=lambda: None)
+    fakes = {
+        "graph_pool_handle": lambda: None,
+        "Stream": lambda device: side,
+        "current_stream": lambda device: before,
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=None),
+        "graph": capture,
+        "set_stream": current.append,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cuda_recorder(CPU)(lambda: None)
+    assert current == [before]
 
 
 def test_rows_in_use_when_graphs_are_recorded_then_they_go_on_as_if_nothing_had_been(
