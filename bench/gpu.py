@@ -32,7 +32,7 @@ _SANITIZER_SECONDS = 60.0
 _TRANSFORMERS_SECONDS = 60.0
 _EXACT_SECONDS = 100.0
 # Pairs and cases of the exactness matrix, by its model: each case, and each circumstance, loads the model anew.
-_MATRIX = {"demo": (400, 40), "wide": (96, 12)}
+_MATRIX = {"demo": (240, 24), "wide": (60, 10)}
 _QUANTIZED = ("fp8", "int4", "int8")
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; 0 if what was checked is right."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--stages", default=",".join(STAGES), help="by commas")
-    parser.add_argument("--shapes", default="qwen3-0.6b,qwen3-8b", help="of the jobs, by commas")
+    parser.add_argument("--shapes", default="qwen3-8b,qwen3-0.6b", help="of the jobs, by commas")
     parser.add_argument("--toy", action="store_true", help="toy sizes, interpreted, on a CPU")
     parser.add_argument("--minutes", type=float, default=_MINUTES, help="after which nothing new begins")
     parser.add_argument("--output", help="JSON file for the result")
@@ -162,10 +162,12 @@ def job(run: Run) -> None:
 def quantized(run: Run) -> None:
     """Short jobs of the largest model with weights that are rounded as they are loaded."""
     from bench.gpu_jobs import SHORT_JOBS, TOY_JOBS
+    from bench.make_checkpoint import SHAPES
 
+    shape = max(run.shapes, key=lambda name: SHAPES[name].weight_bytes())
     for scheme in _QUANTIZED[:1] if run.is_toy else _QUANTIZED:
         jobs = TOY_JOBS if run.is_toy else SHORT_JOBS
-        _jobs(run, "quantized", run.shapes[-1], scheme, jobs, most_rows=64, quantization=scheme)
+        _jobs(run, "quantized", shape, scheme, jobs, most_rows=64, quantization=scheme)
 
 
 def _jobs(run: Run, stage: str, shape: str, who: str, jobs: dict[str, Any], **options: Any) -> None:

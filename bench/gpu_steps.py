@@ -24,6 +24,10 @@ _AUTOGRAD: Any = torch.autograd
 _WARM_UP_STEPS = 16  # under the profiler before those that count: its start has stopped the device
 
 
+class NotDecodesError(RuntimeError):
+    """What was to be decodes alone had other steps among them: the figures would be of something else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a plan asked for, and when its result was there."""
@@ -112,7 +116,7 @@ def decode_gaps(llm: LLM, prompts: Sequence[list[int]], num_steps: int, wait: Ca
     """Of so many decodes of all these sequences: `busy`, the share of the time in which the GPU runs some kernel, and
     microseconds for which it runs none between two steps. Without a GPU the steps are run, and nothing is said.
 
-    Raises RuntimeError if any other step was among them.
+    Raises `NotDecodesError` if any other step was among them.
     """
     limits = llm._executor.info
     most = limits.max_model_len - max(len(prompt) for prompt in prompts)
@@ -132,7 +136,7 @@ def decode_gaps(llm: LLM, prompts: Sequence[list[int]], num_steps: int, wait: Ca
         while not llm._engine.is_idle:
             llm.step()
     if others:
-        raise RuntimeError(f"{len(others)} of {warm_up + num_steps} steps were no decodes of {len(ids)} sequences")
+        raise NotDecodesError(f"{len(others)} of {warm_up + num_steps} steps were no decodes of {len(ids)} sequences")
     return {} if spans is None else gap_figures(spans)
 
 

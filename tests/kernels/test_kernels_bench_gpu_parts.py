@@ -13,10 +13,11 @@ from safetensors import safe_open
 
 pytest.importorskip("triton")
 
-from bench import gpu, gpu_run, make_checkpoint
+from bench import gpu, gpu_jobs, gpu_run, make_checkpoint
 from bench.gpu_clock import EAGER, Clock
+from bench.gpu_jobs import Job, _steps_of
 from bench.gpu_run import Run, folder_for
-from bench.gpu_steps import Span, Step, Watch, covered, decodes, gap_figures, idle_gaps, longest_run
+from bench.gpu_steps import NotDecodesError, Span, Step, Watch, covered, decodes, gap_figures, idle_gaps, longest_run
 from bench.make_checkpoint import SHAPES
 from novainfer.protocol.step import NewRow, StepPlan
 from novainfer.sampling.params import SamplingParams
@@ -184,3 +185,24 @@ def test_a_process_when_it_fails_or_takes_too_long_then_the_reason_stands_for_it
     assert run.figures_of([*python, "print('loading'); print('{\"seconds\": 2.0}')"], 60) == {"seconds": 2.0}
     assert run.figures_of([*python, "import time; time.sleep(60)"], 0.1) == "left out: not done in 0 s"
     assert run.figures_of([*python, "raise SystemExit(3)"], 60) == "left out: failed (3)"
+
+
+def test_steps_of_a_job_when_prompts_are_done_then_their_rate_ends_there() -> None:
+    flags = [False, False, True, True, True]
+    steps = [Step(flag, 100.0 + i, 10.0 + (2.0 if i < 2 else 0.5) * i) for i, flag in enumerate(flags)]
+    figures = _steps_of(Job(4, 600, 3), steps, 4.0, 100)
+    assert figures["prompt_tokens_per_second"] == pytest.approx(4 * 600 / 8.0)
+    assert (figures["context"], figures["step_ms"], figures["late_step_ms"]) == (103.5, 500.0, 500.0)
+    with pytest.raises(NotDecodesError, match="all 4 sequences"):
+        _steps_of(Job(4, 600, 3), steps[:3], 4.0, 100)
+
+
+def test_memory_for_some_sequences_alone_when_a_job_runs_then_it_has_no_figures_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_jobs, "_TOY_OPTIONS", {"device": "cpu", "max_model_len": 64, "max_num_seqs": 1})
+    make_checkpoint.make_checkpoint(TINY, tmp_path)
+    ((name, figures),) = gpu_jobs.run_job(str(tmp_path), {"two": Job(2, 6, 3)}, Clock(CPU))
+    assert name == "two"
+    assert figures["tokens_per_second"] > 0
+    assert "step_ms" not in figures
