@@ -89,7 +89,7 @@ def _sampling_params(
         seed=draw_seed() if request.seed is None else request.seed,
         logit_bias=_logit_bias(request.logit_bias),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
-        banned_token_ids=(*request.banned_token_ids, *_bad_word_ids(request.bad_words, tokenizer)),
+        banned_token_ids=_banned_token_ids(request, tokenizer, info.vocab_size),
         stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         include_stop_str_in_output=request.include_stop_str_in_output,
@@ -139,7 +139,7 @@ def _with_model_defaults(request: GenerationRequest, tokenizer: Tokenizer) -> di
     standard = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     for name, fallback in standard.items():
         asked = getattr(request, name)
-        values[name] = tokenizer.generation_defaults.get(name, fallback) if asked is None else asked
+        values[name] = tokenizer.generation_defaults.numbers.get(name, fallback) if asked is None else asked
     if values["top_k"] == -1:  # another way to say "off"
         values["top_k"] = 0
     if 0.0 < values["temperature"] < MIN_TEMPERATURE:  # another way to say "greedy"
@@ -196,6 +196,12 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in biases):
         raise InvalidRequestError("logit_bias keys must be token ids.", param="logit_bias")
     return {int(key): float(bias) for key, bias in biases.items()}
+
+
+def _banned_token_ids(request: GenerationRequest, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """The request's, its bad words', and those that the model's generation_config.json suppresses."""
+    always = [token_id for token_id in tokenizer.generation_defaults.banned_token_ids if token_id < vocab_size]
+    return (*request.banned_token_ids, *_bad_word_ids(request.bad_words, tokenizer), *always)
 
 
 def _bad_word_ids(words: list[str], tokenizer: Tokenizer) -> list[int]:

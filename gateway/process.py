@@ -33,7 +33,7 @@ from gateway.metrics_files import MetricsFiles
 from gateway.service import GatewayService
 from novainfer.client.engine_client import EngineClient
 from novainfer.config import ServeConfig, ServerConfig
-from novainfer.errors import ConfigError, EngineError
+from novainfer.errors import ConfigError, EngineError, words_of
 from novainfer.logs import configure
 from novainfer.protocol.supervision import (
     FIRST_EPOCH,
@@ -301,15 +301,16 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent()
     setproctitle(f"novainfer: gateway {options.index}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the supervisor decides
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes it: nothing to drain yet
+    for number in (signal.SIGTERM, GIVE_UP_SIGNAL):
+        signal.signal(number, lambda *_: sys.exit(0))  # until the server takes it: nothing to drain yet
     _raise_file_limit()
     run_dir = RunDir.create(options.run_dir)
     report = Reporter(run_dir, options.index, options.epoch)
     try:
         _run(run_dir, options.index, options.port, report)
     except ConfigError as error:
-        report.send(ChildFault(ROLE_GATEWAY, options.index, options.epoch, str(error)))
-        print(f"gateway {options.index}: {error}", file=sys.stderr)
+        report.send(ChildFault(ROLE_GATEWAY, options.index, options.epoch, words_of(error)))
+        print(f"gateway {options.index}: {words_of(error)}", file=sys.stderr)
         return 2
     finally:
         report.close()

@@ -16,6 +16,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from setproctitle import setproctitle
@@ -37,8 +38,9 @@ from gateway.text_jobs import (
     to_frame,
     unpack_ids,
 )
-from novainfer.errors import ConfigError, InvalidRequestError, ProtocolError
+from novainfer.errors import ConfigError, InvalidRequestError, ProtocolError, words_of
 from novainfer.text.chat_template import ChatTemplate
+from novainfer.text.templates import read_template
 from novainfer.text.tokenizer import Tokenizer
 from novainfer.transport.parent import die_with_parent
 from novainfer.transport.zygote import Zygote
@@ -57,12 +59,7 @@ class TextWork:
     @classmethod
     def load(cls, folder: Path, chat_template: Path | None) -> TextWork:
         """The tokenizer in `folder` with its templates, or the one in `chat_template`. Raises `ConfigError`."""
-        override = None
-        if chat_template is not None:
-            try:
-                override = chat_template.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"--chat-template {chat_template} cannot be read: {error}") from None
+        override = None if chat_template is None else read_template(chat_template)
         tokenizer = Tokenizer.load(folder)
         return cls(tokenizer, ChatTemplate.of(tokenizer, override))
 
@@ -166,9 +163,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         work = TextWork.load(options.tokenizer, options.chat_template)
     except ConfigError as error:
-        control.sendall(to_frame(Ready(str(error))))
+        with suppress(OSError):  # the gateway reads the same files, and may have ended over it before us
+            control.sendall(to_frame(Ready(words_of(error))))
         return 2
-    control.sendall(to_frame(Ready()))
+    with suppress(OSError):  # here, too: then there is no order either
+        control.sendall(to_frame(Ready()))
 
     def become(lane: int, connection: socket.socket) -> None:
         setproctitle(f"{title} {lane}")

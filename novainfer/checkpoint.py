@@ -104,9 +104,9 @@ def check_model(config: ModelConfig) -> Path:
     For every door: it takes no time, where a size that is nonsense costs minutes and all the memory.
     """
     folder = resolve_checkpoint(config.model, revision=config.revision)
-    found = read_json(folder / "config.json")
-    text = found.get("text_config")
-    values = found if not isinstance(text, dict) else {**found, **text}
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json: it is no Hugging Face checkpoint")
+    values = _text_values(folder)
     try:
         for name, highest in _SIZES.items():
             if values.get(name) is not None:
@@ -120,6 +120,39 @@ def check_model(config: ModelConfig) -> Path:
     except ValueError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from None
     return folder
+
+
+def check_split(folder: Path, num_ranks: int) -> None:
+    """Raise `ConfigError` if config.json says that the model's attention heads cannot be dealt out to so many ranks."""
+    values = _text_values(folder)
+    heads = values.get("num_attention_heads", values.get("n_head"))
+    kv_heads = values.get("num_key_value_heads")
+    if not isinstance(heads, int):  # another number in each layer, or an unusual name: the ranks will see
+        return
+    fault = split_fault(heads, kv_heads if isinstance(kv_heads, int) else heads, num_ranks)
+    if fault is not None:
+        raise ConfigError(f"--tensor-parallel-size {num_ranks} does not fit this model: {fault}")
+
+
+def split_fault(num_heads: int, num_kv_heads: int, num_ranks: int) -> str | None:
+    """Why the heads of an attention cannot be dealt out to so many ranks; None if they can.
+
+    Where there are fewer key/value heads than ranks, neighbouring ranks hold the same one.
+    """
+    if num_heads % num_ranks:
+        return f"{num_heads} attention heads cannot be split evenly over {num_ranks} ranks"
+    if num_ranks > num_kv_heads and num_ranks % num_kv_heads:
+        return f"{num_kv_heads} key/value heads cannot be replicated evenly over {num_ranks} ranks"
+    if num_ranks <= num_kv_heads and num_kv_heads % num_ranks:
+        return f"{num_kv_heads} key/value heads cannot be split evenly over {num_ranks} ranks"
+    return None
+
+
+def _text_values(folder: Path) -> dict[str, Any]:
+    """config.json, with what it says of the language model in a multimodal one."""
+    found = read_json(folder / "config.json")
+    text = found.get("text_config")
+    return {**found, **text} if isinstance(text, dict) else found
 
 
 def _check_number(name: str, value: object, lowest: int, highest: float) -> None:

@@ -55,3 +55,9 @@ class ConfigError(NovaInferError):
 
 class UnsupportedModelError(NovaInferError):
     """The checkpoint cannot be served; the text says why."""
+
+
+def words_of(error: BaseException) -> str:
+    """What went wrong, as one line for a log. Errors that are raised on purpose need no name of a class before them."""
+    text = " ".join(str(error).split())
+    return text if text and isinstance(error, NovaInferError) else f"{type(error).__name__}: {text}".rstrip(": ")

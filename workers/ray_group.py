@@ -253,8 +253,9 @@ def _uses_gpu(config: ParallelConfig) -> bool:
         return True
     found = int(max(node["Resources"].get("GPU", 0) for node in import_ray().nodes() if node["Alive"]))
     if config.device == "cuda" and found < config.tensor_parallel_size:
-        wanted = config.tensor_parallel_size
-        raise ConfigError(f"--tensor-parallel-size {wanted} on GPUs, but Ray sees at most {found} on one host")
+        wanted = "a GPU" if config.tensor_parallel_size == 1 else f"{config.tensor_parallel_size} GPUs"
+        seen = f"only {found}" if found else "none"
+        raise ConfigError(f"--device cuda needs {wanted}, and Ray sees {seen} on this host (--device cpu needs none)")
     return found >= config.tensor_parallel_size
 
 

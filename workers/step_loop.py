@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from novainfer.errors import PeerLostError
+from novainfer.errors import PeerLostError, words_of
 from novainfer.executor.rank import RankSession
 from novainfer.protocol.step import WORKER_SCHEMA, StepPlan, WorkerFault
 from novainfer.protocol.supervision import (
@@ -71,7 +71,7 @@ def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
             worker.tp.close()
         except Exception as error:
             logger.exception("rank %d cannot go on", place.rank)
-            message = f"{type(error).__name__}: {error}"
+            message = words_of(error)
             peer_lost = isinstance(error, PeerLostError)
             strange = error.fingerprint if isinstance(error, StrangeRankError) else ""
             with suppress(PeerLostError):

@@ -18,7 +18,7 @@ from novainfer.config import ServeConfig
 from novainfer.engine.restarts import GATEWAY_STABLE_SECONDS, Restarts
 from novainfer.entrypoints.children import ChildState, Phase, exit_words, is_stopped, kill_all, send_signal, spawn
 from novainfer.entrypoints.launch import FleetLaunch, fleet_launch
-from novainfer.entrypoints.progress import StartProgress
+from novainfer.entrypoints.progress import StartProgress, exit_status
 from novainfer.entrypoints.roster import Replica, Roster
 from novainfer.entrypoints.standby import Standbys
 from novainfer.entrypoints.vitals import forgive, hang, heard
@@ -46,8 +46,6 @@ from novainfer.transport.addresses import RunDir
 
 logger = logging.getLogger(__name__)
 
-EXIT_OK = 0
-EXIT_FAULT = 1
 DRAIN_MARGIN = 5.0  # seconds beyond drain_timeout that a gateway may take to exit
 REPLICA_TIMEOUT = 45.0  # seconds for a replica to end its scheduler and workers
 FAULT_PATIENCE = 5.0  # seconds for the gateways to end their streams when the engines are gone
@@ -104,7 +102,7 @@ class Fleet:
                 self._look_around(time.monotonic())
         finally:
             self._stop()
-        return EXIT_OK if self._fault is None else EXIT_FAULT
+        return exit_status(self._fault)
 
     def _start_gateway(self, gateway: ChildState) -> None:
         self._standbys.spawn(gateway, self._launch.gateway(gateway.index, gateway.epoch, gateway.port))
@@ -237,7 +235,7 @@ class Fleet:
             self._take(report)
         words = exit_words(child)
         if self._is_stopping:
-            if child.process is not None and child.process.returncode != 0:
+            if child.process is not None and child.process.returncode not in (0, -GIVE_UP_SIGNAL):
                 logger.warning("%s", words)
         elif child.role == ROLE_GATEWAY:
             self._lose_gateway(child, words)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from novainfer.checkpoint import check_model, resolve_checkpoint, vocab_size
+from novainfer.checkpoint import check_model, check_split, resolve_checkpoint, vocab_size
 from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, describe_prompt
 from novainfer.config import DEMO_MODEL, ServeConfig, check
 from novainfer.engine.core import EngineCore
@@ -59,6 +59,7 @@ class LLM:
             raise ConfigError(f"executor is 'local' or 'ray', not {executor!r}")
         names = self.config.model
         folder = check_model(names)
+        check_split(folder, self.config.parallel.tensor_parallel_size)
         at = folder if names.tokenizer is None else resolve_checkpoint(names.tokenizer, revision=names.revision)
         self.tokenizer = Tokenizer.load(at)
         self.tokenizer.check_fits(vocab_size(folder))

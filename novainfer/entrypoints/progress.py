@@ -13,6 +13,9 @@ from novainfer.protocol.supervision import LoadProgress
 
 logger = logging.getLogger(__name__)
 
+EXIT_OK = 0
+EXIT_FAULT = 1
+
 
 class Progress(Protocol):
     """Who wants to know how far a supervisor is."""
@@ -109,3 +112,11 @@ def _count(number: int, what: str) -> str:
 def _url(host: str, port: int) -> str:
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{port}"
+
+
+def exit_status(fault: str | None) -> int:
+    """Of a server that has ended. A fault is said again: what the others wrote meanwhile has pushed it out of sight."""
+    if fault is None:
+        return EXIT_OK
+    logger.error("the server has ended: %s", fault)
+    return EXIT_FAULT

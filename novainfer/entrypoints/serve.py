@@ -18,12 +18,13 @@ from pathlib import Path
 
 import setproctitle
 
-from novainfer.checkpoint import check_model, resolve_checkpoint
+from novainfer.checkpoint import check_model, check_split, resolve_checkpoint
 from novainfer.config import ServeConfig, check
 from novainfer.entrypoints.keys import seal_keys
 from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
 from novainfer.logs import configure
+from novainfer.text.preflight import check_text_files
 from novainfer.transport.addresses import RunDir, check_space, is_private, write_private
 from novainfer.transport.cluster import cluster_links
 from novainfer.transport.replicas import REPLICA_DIR
@@ -48,9 +49,13 @@ def serve(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; 0 after an orderly end. Raises `ConfigError` before anything starts."""
     check(config)
     _check_traces(config.server.otlp_traces_endpoint)
-    check_model(config.model)
-    if config.model.tokenizer is not None:
-        resolve_checkpoint(config.model.tokenizer, revision=config.model.revision)
+    model = config.model
+    folder = check_model(model)
+    if config.parallel.executor == "model":
+        check_split(folder, config.parallel.tensor_parallel_size)
+    text = folder if model.tokenizer is None else resolve_checkpoint(model.tokenizer, revision=model.revision)
+    configure("supervisor", config.server)
+    check_text_files(text, model.chat_template)
     with held_port(config) as config:
         return _serve(seal_keys(config))
 
@@ -66,7 +71,6 @@ def _check_traces(endpoint: str | None) -> None:
 
 def _serve(config: ServeConfig) -> int:
     setproctitle.setproctitle("novainfer: supervisor")
-    configure("supervisor", config.server)
     with run_directory(config) as run_dir:
         if config.parallel.replicas is not None:
             from novainfer.entrypoints.fleet import run_fleet

@@ -26,7 +26,7 @@ from novainfer.entrypoints.children import (
 )
 from novainfer.entrypoints.fingerprints import Fingerprints
 from novainfer.entrypoints.launch import Launch, standard_launch
-from novainfer.entrypoints.progress import Progress, StartProgress
+from novainfer.entrypoints.progress import Progress, StartProgress, exit_status
 from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, hold_rank, kill_ranks
 from novainfer.entrypoints.replacements import Replacements
 from novainfer.entrypoints.standby import Standbys
@@ -53,8 +53,6 @@ from novainfer.transport.addresses import RunDir
 
 logger = logging.getLogger(__name__)
 
-EXIT_OK = 0
-EXIT_FAULT = 1
 DRAIN_MARGIN = 5.0  # seconds beyond drain_timeout that a gateway may take to exit
 STOP_TIMEOUT = 10.0  # seconds for a scheduler to exit
 FAULT_PATIENCE = 5.0  # seconds for the gateways to end their streams when the engine is gone
@@ -116,7 +114,7 @@ class Supervisor:
             self._serve()
         finally:
             self._stop()
-        return EXIT_OK if self._fault is None else EXIT_FAULT
+        return exit_status(self._fault)
 
     # -- starting and watching --------------------------------------------------------------------------------
 
@@ -269,7 +267,7 @@ class Supervisor:
                 self._lose_scheduler(exit_words(child))
             else:
                 self._lose_gateway(child, exit_words(child))
-        elif child.process is not None and child.process.returncode != 0:
+        elif child.process is not None and child.process.returncode not in (0, -GIVE_UP_SIGNAL):
             logger.warning("%s", exit_words(child))
 
     def _hear_last_words(self, patience: float) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from novainfer.engine.restarts import SPARE_DELAYS, STABLE_SECONDS, Restarts
+from novainfer.errors import words_of
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class WorkerThread:
                 except Exception as error:
                     self._has_placed.set()
                     logger.debug("the worker group failed", exc_info=True)
-                    self._lose(epoch, f"workers: {type(error).__name__}: {error}")
+                    self._lose(epoch, f"workers: {words_of(error)}")
         finally:
             group.stop()
 

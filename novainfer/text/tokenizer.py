@@ -6,7 +6,6 @@ Immutable after loading and safe to use from several threads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -15,14 +14,15 @@ from typing import Any
 import tokenizers
 
 from novainfer.checkpoint import read_json
-from novainfer.errors import ConfigError
+from novainfer.errors import ConfigError, words_of
+from novainfer.text.generation_defaults import FILE, GenerationDefaults
 from novainfer.text.pieces import Pieces, parse_decoder
+from novainfer.text.templates import read_templates
 
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "sentencepiece.bpe.model")
 NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _SHORTENING = 4  # how much shorter a normalizer may make a text before we think that somebody is joking
 _KEPT_TOKENS = 2**15
-_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Tokenizer:
@@ -48,21 +48,18 @@ class Tokenizer:
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
         self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)  # characters
         self.model_max_length = _plain_int(config.get("model_max_length"))
-        self.chat_templates = _chat_templates(config, folder)
-        generation = read_json(folder / "generation_config.json")
-        self.eos_token_ids = self._find_eos(generation, read_json(folder / "config.json"))
-        self.generation_defaults = _generation_defaults(generation)
+        self.chat_templates = read_templates(folder, config)
+        self.eos_token_ids = self._find_eos(read_json(folder / FILE), read_json(folder / "config.json"))
+        self.generation_defaults = GenerationDefaults.read(folder)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read the tokenizer in `folder`; raises `ConfigError` with what to do about it when that is impossible."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(_missing(folder))
+        path = find_tokenizer(folder)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"{path} cannot be read: {error}") from None
+            raise ConfigError(f"{path} cannot be read: {words_of(error)}") from None
         return cls(backend, folder)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -134,6 +131,14 @@ class Tokenizer:
         return tuple(ids)
 
 
+def find_tokenizer(folder: Path) -> Path:
+    """The file that `Tokenizer.load` reads. Raises `ConfigError` with what to do if there is none."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(_missing(folder))
+    return path
+
+
 def _missing(folder: Path) -> str:
     slow = [name for name in _SLOW_FILES if (folder / name).is_file()]
     if not slow:
@@ -168,30 +173,3 @@ def _mark_special(backend: tokenizers.Tokenizer, named: Mapping[str, str]) -> No
     missing = [t for t in dict.fromkeys(named.values()) if t not in known and backend.token_to_id(t) is not None]
     if missing:
         backend.add_special_tokens(missing)
-
-
-def _chat_templates(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Templates by name; 'default' is the one used unless tools are given and there is a 'tool_use' one."""
-    named: dict[str, str] = {}
-    inline = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(inline, str):
-        named["default"] = inline
-    elif isinstance(inline, list):
-        for item in inline:
-            if isinstance(item, dict) and isinstance(item.get("template"), str):
-                named[str(item.get("name"))] = item["template"]
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        named[path.stem] = path.read_text(encoding="utf-8")
-    if (folder / "chat_template.jinja").is_file():
-        named["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return named
-
-
-def _generation_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """The model's sampling defaults; with do_sample false it is greedy, whatever else the file says."""
-    if generation.get("do_sample") is False:
-        values = {"temperature": 0.0, "repetition_penalty": generation.get("repetition_penalty")}
-    else:
-        values = {name: generation.get(name) for name in _GENERATION_DEFAULTS}
-    numbers = {n: v for n, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-    return {n: int(v) if n == "top_k" else float(v) for n, v in numbers.items() if math.isfinite(v)}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from novainfer.errors import UnsupportedModelError
+from novainfer.checkpoint import check_split
+from novainfer.errors import ConfigError, UnsupportedModelError
 from tests.parity.builders import FAMILIES, build_config, family
 from workers.layers.attention import HeadShard
 from workers.layers.rotary import rotary_table
@@ -164,6 +166,22 @@ def test_head_shard_given_indivisible_heads_when_split_then_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         HeadShard.of(_with_heads(heads, kv_heads), TensorParallel(0, ranks, None))
+
+
+def test_given_heads_and_ranks_when_the_config_alone_is_looked_at_then_the_same_are_refused(tmp_path: Path) -> None:
+    for heads, kv_heads, ranks in product((4, 6, 9, 12), (1, 2, 3, 4), range(1, 13)):
+        values = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": values}), encoding="utf-8")
+        early = late = None
+        try:
+            check_split(tmp_path, ranks)
+        except ConfigError as error:
+            early = str(error).partition(": ")[2]
+        try:
+            HeadShard.of(_with_heads(heads, kv_heads), TensorParallel(0, ranks, None))
+        except UnsupportedModelError as error:
+            late = str(error)
+        assert early == late, (heads, kv_heads, ranks)
 
 
 def _with_heads(heads: int, kv_heads: int) -> DecoderSpec:

@@ -206,3 +206,14 @@ def test_given_a_map_of_very_many_wrong_entries_when_validated_then_few_complain
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate({"messages": [{"role": "user"}], field: entries})
     assert caught.value.error_count() == 1
+
+
+def test_given_tokens_that_the_model_suppresses_when_resolved_then_they_are_banned_beside_the_requests_own(
+    tmp_path: Path,
+) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"suppress_tokens": [5, 2**30], "bad_words_ids": [[6]]})
+    )
+    request, _ = parse(CompletionRequest, {"prompt": "x", "banned_token_ids": [7]}, strict_params=True)
+    assert resolve_params(request, 10, Tokenizer.load(tmp_path), INFO).banned_token_ids == (7, 5, 6)

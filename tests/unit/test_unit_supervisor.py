@@ -125,6 +125,9 @@ def test_a_child_that_fails_when_it_exits_then_everything_ends_with_status_1_and
     status, errors = server.finish()
     assert status == 1
     assert "exited with status 7: the disk is full" in errors, errors
+    last = errors.splitlines()[-1]  # whatever else was said while all ended
+    assert "the server has ended: " in last, errors
+    assert last.endswith("exited with status 7: the disk is full")
     assert "workers stopped" in server.log()
     assert not server.run_dir.exists()
 

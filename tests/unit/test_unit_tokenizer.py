@@ -64,11 +64,11 @@ def test_given_eos_in_every_file_when_loaded_then_all_are_known(folder: Path) ->
     assert Tokenizer.load(folder).eos_token_ids == (0, own)
 
 
-def test_given_generation_defaults_when_loaded_then_only_sane_numbers_count(folder: Path) -> None:
-    write(folder / "generation_config.json", {"temperature": 0.6, "top_k": 20, "top_p": "x", "min_p": True, "a": 1})
-    assert Tokenizer.load(folder).generation_defaults == {"temperature": 0.6, "top_k": 20}
+def test_given_generation_defaults_when_loaded_then_those_of_sampling_count(folder: Path) -> None:
+    write(folder / "generation_config.json", {"temperature": 0.6, "top_k": 20, "top_p": None, "a": 1})
+    assert Tokenizer.load(folder).generation_defaults.numbers == {"temperature": 0.6, "top_k": 20}
     write(folder / "generation_config.json", {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1})
-    assert Tokenizer.load(folder).generation_defaults == {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert Tokenizer.load(folder).generation_defaults.numbers == {"temperature": 0.0, "repetition_penalty": 1.1}
 
 
 def test_given_templates_in_each_form_when_loaded_then_the_jinja_file_wins(folder: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import AttentionInput, AttentionMetadata, AttentionParams, HeadNorms, KernelBackend, Program
+from novainfer.checkpoint import split_fault
 from novainfer.errors import UnsupportedModelError
 from workers.layers.build import LayerBuilder, RowSlice
 from workers.layers.norm import AllHeadsNorm, RmsNorm
@@ -30,12 +31,11 @@ class HeadShard:
     @classmethod
     def of(cls, spec: DecoderSpec, tp: TensorParallel) -> HeadShard:
         """Raises `UnsupportedModelError` if the heads do not divide among the ranks."""
+        fault = split_fault(spec.num_heads, spec.num_kv_heads, tp.world_size)
+        if fault is not None:
+            raise UnsupportedModelError(fault)
         heads = tp.shard(spec.num_heads, "attention heads")
         if tp.world_size > spec.num_kv_heads:
-            if tp.world_size % spec.num_kv_heads:
-                raise UnsupportedModelError(
-                    f"{spec.num_kv_heads} key/value heads cannot be replicated evenly over {tp.world_size} ranks"
-                )
             replicas = tp.world_size // spec.num_kv_heads
             return cls(heads.stop - heads.start, 1, heads.start, tp.rank // replicas, replicas)
         kv_heads = tp.shard(spec.num_kv_heads, "key/value heads")

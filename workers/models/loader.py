@@ -11,9 +11,9 @@ import torch
 from kernels.backend import KernelBackend
 from kernels.linear.schemes import SCHEMES
 from novainfer.config import ModelConfig
-from novainfer.errors import ConfigError, UnsupportedModelError
+from novainfer.errors import ConfigError, UnsupportedModelError, words_of
 from novainfer.mode import NOT_QUANTIZED
-from workers.checkpoint import find_checkpoint
+from workers.checkpoint import find_checkpoint, read_json
 from workers.layers.build import LayerBuilder
 from workers.models.base import CausalLM
 from workers.models.decoder import Decoder
@@ -72,12 +72,23 @@ def load_model(
 
 def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """The checkpoint's config as transformers understands it (`PreTrainedConfig`)."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
+    found = read_json(folder, "config.json")
+    kind = found.get("model_type")
+    if "auto_map" in found and kind not in CONFIG_MAPPING and not trust_remote_code:
+        raise UnsupportedModelError(
+            f"'{folder}' brings Python code of its own for the model type '{kind}', which runs only with "
+            "--trust-remote-code: read it first"
+        )
+    if kind is not None and kind not in CONFIG_MAPPING and "auto_map" not in found:
+        words = f"neither NovaInfer nor transformers {__version__} knows the model type '{kind}' of '{folder}'"
+        raise UnsupportedModelError(words)
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many kinds, all of them about the file's content
-        raise UnsupportedModelError(f"transformers cannot read the config in '{folder}': {error}") from error
+        words = f"transformers cannot read the config in '{folder}': {words_of(error)}"
+        raise UnsupportedModelError(words) from error
     return hf_config
 
 
