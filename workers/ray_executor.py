@@ -23,19 +23,30 @@ _LIVENESS_INTERVAL = 0.5  # seconds
 
 
 class RayExecutor:
-    """Owns the links to its ranks, the group and its Ray instance. A rank that fails fails the engine."""
+    """Owns the links to its ranks, the group and its Ray instance. A rank that fails fails the engine.
+
+    All of it ends with `close`, or when nobody holds this object any more, or when Python ends.
+    """
 
     def __init__(self, config: ServeConfig, *, epoch: int = FIRST_EPOCH) -> None:
-        """Start everything and wait until all ranks have loaded. Raises `EngineError` if one fails or is too late."""
-        run_dir = RunDir.create(None)
-        self._remove_run_dir = weakref.finalize(self, shutil.rmtree, run_dir.path, True)
-        self._links = ExitStack()
-        self._links.enter_context(cluster_links(run_dir, config.parallel.cluster_host))
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        world_size = config.parallel.tensor_parallel_size
-        self._ranks = ZmqExecutor(run_dir.workers(0), world_size=world_size, epoch=epoch, context=self._context)
-        self._group = RayWorkerGroup(config, run_dir)
+        """Start everything and wait until all ranks have loaded. Raises `EngineError` if one fails or is too late.
+
+        Raises `ConfigError` if this process uses Ray already.
+        """
+        # In reverse order. It must not know this object: else nobody would ever let go of it.
+        parts = ExitStack()
+        self._end = weakref.finalize(self, parts.close)
         try:
+            run_dir = RunDir.create(None)
+            parts.callback(shutil.rmtree, run_dir.path, ignore_errors=True)
+            parts.enter_context(cluster_links(run_dir, config.parallel.cluster_host))
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            parts.callback(context.term)
+            self._group = RayWorkerGroup(config, run_dir)
+            parts.callback(self._group.stop)
+            world_size = config.parallel.tensor_parallel_size
+            self._ranks = ZmqExecutor(run_dir.workers(0), world_size=world_size, epoch=epoch, context=context)
+            parts.callback(self._ranks.close)
             deadline = time.monotonic() + config.server.start_timeout
             self._group.start(epoch, is_wanted=lambda: time.monotonic() < deadline)
             self._wait_ready(deadline)
@@ -65,11 +76,7 @@ class RayExecutor:
 
     def close(self) -> None:
         """End the ranks and Ray (idempotent)."""
-        self._ranks.close()
-        self._group.stop()
-        self._context.term()
-        self._links.close()
-        self._remove_run_dir()
+        self._end()
 
     def _wait_ready(self, deadline: float) -> None:
         while self._ranks.try_ready() is None:

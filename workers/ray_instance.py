@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from novainfer.config import ParallelConfig
-from novainfer.errors import EngineError
+from novainfer.errors import ConfigError, EngineError
 from novainfer.transport.addresses import check_space
 from novainfer.transport.processes import below, children_named, kill, runs
 
@@ -73,7 +73,15 @@ class RayInstance:
         self.is_started = False
 
     def start(self) -> None:
-        """Start a local instance or join the cluster. Importing Ray installs its SIGTERM handler in the main thread."""
+        """Start a local instance or join the cluster. Importing Ray installs its SIGTERM handler in the main thread.
+
+        Raises `ConfigError` if this process is in an instance already: Ray knows but one.
+        """
+        if "ray" in sys.modules and import_ray().is_initialized():
+            raise ConfigError(
+                "this process uses Ray already, and can be in one Ray instance alone: end the other LLM first "
+                "(its exit(), or a `with` block), or the program's own ray.init"
+            )
         self.is_started = True
         began = time.monotonic()
         is_local = self._config.ray_address is None

@@ -94,7 +94,7 @@ def test_two_ranks_when_run_on_ray_then_tokens_equal_one_rank_and_all_ends_with_
     assert report["tokens"] == [token for result in results if result is not None for token in result.token_ids]
     titles = {title for _, _, command in report["processes"] for title in command}
     assert {"novainfer: worker 0.0", "novainfer: worker 0.1"} <= titles
-    assert report["niceness"] == [os.getpriority(os.PRIO_PROCESS, 0) + 3] * 2  # Ray's own default is 15
+    assert report["niceness"] == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)] * 2  # Ray's own default is 15
     assert report["listening"]
     assert all(address.startswith(LOOPBACK) for address in report["listening"])
     assert survivors(report, 0) == []
@@ -138,3 +138,19 @@ def test_given_a_raylet_that_dies_when_it_is_started_then_the_start_fails_at_onc
     # Ray itself would wait for half a minute.
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=WAIT)
     assert done.stdout.splitlines() == ["Ray has died while it was started", "[]", "there"]
+
+
+@pytest.mark.parametrize("last", ["dropped", "left"])
+def test_given_offline_engines_that_nobody_ends_when_they_are_dropped_or_left_then_all_of_them_ends(
+    temp_dir: str, last: str
+) -> None:
+    command = [sys.executable, "-m", "tests.engine.ray_dropped", last]
+    environ = {**os.environ, "TMPDIR": temp_dir}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=4 * WAIT)
+    assert done.returncode == 0, done.stderr
+    dropped, refused, answered = done.stdout.splitlines()
+    assert dropped == "dropped 0 0"
+    assert refused.startswith("this process uses Ray already")
+    assert answered == "the same text: True"
+    assert "Traceback" not in done.stderr
+    assert list(Path(temp_dir).glob("novainfer-*")) == []
