@@ -46,8 +46,8 @@ class LLM:
     """A model in this process (`executor="local"`) or on Ray workers (`"ray"`, and always for several ranks).
 
     Options are the fields of the config dataclasses, e.g. `LLM("demo", max_model_len=512, dtype="float32")`.
-    Usable as a context manager; what is dropped ends, too. Not thread-safe: one thread drives it. On Ray there is one at
-    a time in a process. Raises `ConfigError`.
+    Usable as a context manager; what is dropped ends, too. Not thread-safe: one thread drives it. On Ray there is one
+    at a time in a process. Raises `ConfigError`.
     """
 
     def __init__(self, model: str = DEMO_MODEL, *, executor: str = "local", **options: Any) -> None:
