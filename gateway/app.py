@@ -36,10 +36,10 @@ _EXPOSED = ("x-request-id", "x-novainfer-ignored", "x-novainfer-mode", "retry-af
 
 async def openapi(call: Call) -> Response:
     """This description."""
-    engine, tokenizer = call.service.client.limits, call.service.tokenizer
-    bounds = ModelBounds(tokenizer.vocab_size)
+    engine, num_texts = call.service.client.limits, call.service.num_token_ids
+    bounds = ModelBounds(num_texts)
     if engine is not None:
-        bounds = ModelBounds(tokenizer.vocab_size, engine.vocab_size, engine.max_model_len)
+        bounds = ModelBounds(num_texts, engine.vocab_size, engine.max_model_len)
     return json_response(describe(ROUTES, bounds, title="NovaInfer", version=__version__))
 
 

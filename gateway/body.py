@@ -74,7 +74,9 @@ async def read_json(
     headers = dict(scope["headers"])
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json" and not media_type.endswith(b"+json"):
-        raise ApiError(415, "Content-Type must be application/json.", "unsupported_media_type")
+        raise _unread(415, "Content-Type must be application/json.", "unsupported_media_type")
+    if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
+        raise _unread(415, "The body must come as it is, without a Content-Encoding.", "unsupported_media_type")
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length[:20]) > max_bytes:
         raise _too_large(max_bytes)
@@ -115,9 +117,12 @@ async def _read(receive: Receive, max_bytes: int, budget: ByteBudget, tenant: st
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot be used again.
-    headers = {"connection": "close"}
-    return ApiError(413, f"The request body is larger than {max_bytes} bytes.", "request_too_large", None, headers)
+    return _unread(413, f"The request body is larger than {max_bytes} bytes.", "request_too_large")
+
+
+def _unread(status: int, message: str, code: str) -> ApiError:
+    """The rest of the body is not read, so the connection cannot be used again."""
+    return ApiError(status, message, code, None, {"connection": "close"})
 
 
 def _parse(body: bytes) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """What depends on the model. `num_texts`: ids that the tokenizer knows; `vocab_size`: width of the logits."""
+    """What depends on the model. `num_texts`: ids that are taken for text; `vocab_size`: width of the logits."""
 
     num_texts: int
     vocab_size: int = 2**31
@@ -77,6 +77,9 @@ def _refuse(schema: Schema, names: frozenset[str]) -> None:
     off = {"enum": [False, None], "description": "Not supported yet."}
     schema["properties"] |= dict.fromkeys(sorted(names), off)
     schema["patternProperties"] = {f"^{UNSUPPORTED_PREFIX}": off}
+    for name, value in (("suffix", ""), ("best_of", 1)):  # best_of: n is no feature either
+        if name in names:
+            schema["properties"][name] = {**off, "enum": [False, None, value]}
 
 
 def _or_null(schema: Schema) -> Schema:

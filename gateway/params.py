@@ -168,7 +168,7 @@ def _check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -
 
 
 def _chat_logprobs(request: ChatRequest) -> _Logprobs:
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     _refuse_streamed_prompt_logprobs(request)
     return _Logprobs((request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs)

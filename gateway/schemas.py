@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from gateway.nested import unknown_inside
 from novainfer.errors import InvalidRequestError
 from novainfer.sampling.params import MAX_ID_LIST
 from novainfer.text.chat_template import OWN_NAMES
@@ -177,6 +178,7 @@ UNSUPPORTED = frozenset(
     }
 )
 UNSUPPORTED_PREFIX = "guided_"
+_NO_OPS = frozenset({"suffix", "best_of"})
 _UNIONS = {
     "prompt": "it is a string, a list of strings, a list of token ids (whole numbers from 0), or a list of such lists",
     "stop": "it is a string or a list of strings",
@@ -192,6 +194,9 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
     Raises `InvalidRequestError` for the first field that is wrong, not supported yet or (strict_params) unknown.
     """
     present = {name: value for name, value in body.items() if value is not None}
+    for name in _NO_OPS & present.keys() & kind.unsupported:
+        if _changes_nothing(name, present):
+            del present[name]
     for name, value in present.items():
         if name in kind.unsupported or name in UNSUPPORTED or name.startswith(UNSUPPORTED_PREFIX):
             if value is False:  # a feature that is switched off
@@ -206,8 +211,24 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
         raise _invalid(error) from None
     unknown = [_shown(name) for name in (request.model_extra or {})]
     if unknown and strict_params:
-        raise InvalidRequestError(f"Unknown field: {unknown[0]}.", param=unknown[0], code="unknown_parameter")
+        raise _unknown_field(unknown[0])
+    inside = unknown_inside(present) if strict_params else None
+    if inside is not None:
+        where, name = inside
+        raise _unknown_field(f"{where}.{_shown(name)}")
     return request, unknown[:_MAX_NAMES]
+
+
+def _changes_nothing(name: str, present: dict[str, Any]) -> bool:
+    """Whether the value of a feature that does not exist yet asks for what an answer is without it."""
+    value: object = present[name]
+    if name == "suffix":
+        return value == ""
+    return type(value) is int and value == present.get("n", 1)  # the best n of n
+
+
+def _unknown_field(path: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Unknown field: {path}.", param=path, code="unknown_parameter")
 
 
 def _shown(name: str) -> str:

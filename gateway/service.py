@@ -88,7 +88,9 @@ class GatewayService:
         self.text = TextProcesses(folder, model.chat_template, index=index, count=self.metrics.text_process_lost)
         try:
             self.tokenizer = Tokenizer.load(folder)
-            self.tokenizer.check_fits(vocab_size(resolve_checkpoint(model.model, revision=model.revision)))
+            known_ids = vocab_size(resolve_checkpoint(model.model, revision=model.revision))
+            self.tokenizer.check_fits(known_ids)
+            self._num_token_ids = max(self.tokenizer.vocab_size, known_ids or 0)
             # The checkpoint's date: the same in every gateway and after each restart.
             self.created = int(os.stat(folder / "tokenizer.json").st_mtime)
             self.text.wait_ready()
@@ -157,6 +159,12 @@ class GatewayService:
         """Tokens that fit the model's context; 0 while that is not known."""
         engine = self.client.limits
         return 0 if engine is None else engine.max_model_len
+
+    @property
+    def num_token_ids(self) -> int:
+        """Ids below it are the tokenizer's, or such as the model may generate: vocabularies are padded."""
+        engine = self.client.limits
+        return max(self._num_token_ids, 0 if engine is None else engine.vocab_size)
 
     def check_model(self, name: str | None) -> str:
         """The model's name as the client used it; 404 for one that is not served. Without a name: the first."""

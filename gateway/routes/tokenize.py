@@ -37,12 +37,12 @@ async def tokenize(call: Call) -> Response:
 
 
 async def detokenize(call: Call) -> Response:
-    """Text of token ids, special tokens included."""
+    """Text of token ids, special tokens included. Those that the model has beyond its tokenizer have none."""
     service = call.service
     request, headers = await call.parse(DetokenizeRequest)
     service.check_model(request.model)
-    if any(token_id >= service.tokenizer.vocab_size for token_id in request.tokens):
-        raise InvalidRequestError("tokens holds an id that the vocabulary lacks.", param="tokens")
+    if any(token_id >= service.num_token_ids for token_id in request.tokens):
+        raise InvalidRequestError("tokens holds an id that neither the model nor its tokenizer has.", param="tokens")
     with service.admit(call.info):
         (text,) = await call.decode(DecodeJob("tokens", [pack_ids(request.tokens)], skip_special_tokens=False))
     return json_response({"prompt": text}, headers)

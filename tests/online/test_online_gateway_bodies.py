@@ -154,5 +154,5 @@ def test_given_a_compressed_body_when_sent_then_it_is_refused_and_never_inflated
     packed = gzip.compress(json.dumps(BODY).encode() + b" " * (64 * MIB))
     assert len(packed) < MIB
     reply = pair.http.post(CHAT, content=packed, headers={**JSON, "content-encoding": coding})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
     assert not pair.scheduler.added

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway import params
 from gateway.params import MAX_PROMPT_LOGPROBS
+from novainfer.text.tokenizer import Tokenizer
 from tests.online.conftest import Pair
+from tests.online.gateways import start_pair
 
 pytestmark = pytest.mark.stage2
 
@@ -141,6 +144,25 @@ def test_given_neither_or_both_when_tokenized_then_400(pair: Pair, body: dict[st
 @pytest.mark.parametrize("tokens", [[-1], [10**6], ["x"], [True], None])
 def test_given_bad_ids_when_detokenized_then_400(pair: Pair, tokens: object) -> None:
     assert pair.post("/detokenize", {"tokens": tokens}).status_code == 400
+
+
+def test_given_ids_that_the_model_has_beyond_its_tokenizer_when_they_come_or_are_detokenized_then_they_have_no_text(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.load(tiny_model)
+    padding = tokenizer.vocab_size
+    scheduler, gateway = start_pair(tiny_model, tmp_path / "run", padding + 2)
+    ids = [padding, *tokenizer.encode("hello"), padding + 1]
+    scheduler.script = lambda request, choice: ids
+    try:
+        with gateway.http() as http:
+            answer = http.post("/v1/completions", json={"prompt": "x"}).json()["choices"][0]["text"]
+            text = http.post("/detokenize", json={"tokens": ids}).json()
+            refused = http.post("/detokenize", json={"tokens": [padding + 2]}).status_code
+    finally:
+        gateway.close()
+        scheduler.close()
+    assert (answer, text, refused) == ("hello", {"prompt": "hello"}, 400)
 
 
 def test_given_a_server_when_its_description_is_read_then_every_route_and_body_is_in_it(pair: Pair) -> None:

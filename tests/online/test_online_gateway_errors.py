@@ -186,6 +186,15 @@ def test_given_another_content_type_when_sent_then_415(pair: Pair, content_type:
     check(response, 415, code="unsupported_media_type")
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate, gzip", "x"])
+def test_given_a_body_that_says_it_is_encoded_when_sent_then_415(pair: Pair, encoding: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    for path in (TEXT, CHAT, "/tokenize"):
+        check(pair.http.post(path, content=b'{"prompt": "x"}', headers=headers), 415, code="unsupported_media_type")
+    headers["content-encoding"] = "identity"
+    assert pair.http.post(TEXT, content=b'{"prompt": "x", "max_tokens": 1}', headers=headers).status_code == 200
+
+
 def test_given_a_body_over_the_limit_when_sent_then_413_by_length_and_by_bytes_read(pair: Pair) -> None:
     def chunks() -> Any:
         for _ in range(10):

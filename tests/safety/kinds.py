@@ -218,13 +218,15 @@ class Either:
 
 @dataclass(frozen=True)
 class Nothing:
-    """What is not supported yet: only switched off."""
+    """What is not supported yet: only switched off, or with a value that asks for nothing."""
+
+    no_ops: tuple[Any, ...] = ()
 
     def has_type(self, value: Any) -> bool:
         return True
 
     def allows(self, value: Any) -> bool:
-        return value is False
+        return value is False or any(type(value) is type(one) and value == one for one in self.no_ops)
 
     def edges(self) -> list[Any]:
-        return []
+        return list(self.no_ops)

@@ -132,7 +132,7 @@ COUNT20 = whole(0, 20)
 ENDS_AT_ONCE = {"allowed_token_ids": [EOS]}
 ONE_TOKEN = ("x", "a", "\0", "1", "<|im_end|>")  # with a space before them or without
 NOT_IN_CHAT = ("echo", "functions", "function_call", "audio", "prediction", "web_search_options")
-NOT_IN_TEXT = ("suffix", "best_of", "response_format")
+NOT_IN_TEXT: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "response_format": ()}  # and no-ops
 NOWHERE = (
     "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds", "structured_outputs",
     "truncate_prompt_tokens", "use_beam_search", "guided_json",
@@ -254,6 +254,7 @@ def _requests() -> Iterator[Parameter]:
     yield Parameter("continue_final_message", Flag(), (CHAT,))
     yield Parameter("echo", Flag(), (TEXT,))
     yield Parameter("top_logprobs", COUNT20, (CHAT,), beside={"logprobs": True})
+    yield Parameter("top_logprobs", whole(0, 0), (CHAT,))  # without logprobs there is nothing that could have some
     room = whole(1, CONTEXT - CHAT_PROMPT_TOKENS)
     yield Parameter("max_completion_tokens", room, (CHAT,), beside=ENDS_AT_ONCE)
     yield Parameter("priority", whole(-INT32, INT32 - 1), HTTP)
@@ -281,7 +282,7 @@ def _requests() -> Iterator[Parameter]:
     yield Parameter("stream_options", Object(tuple(options), is_stream_options), HTTP)
     yield Parameter("an_unknown_field", Anything(), HTTP)
     yield from (Parameter(name, Nothing(), (CHAT,)) for name in NOT_IN_CHAT)
-    yield from (Parameter(name, Nothing(), (TEXT,)) for name in NOT_IN_TEXT)
+    yield from (Parameter(name, Nothing(no_ops), (TEXT,)) for name, no_ops in NOT_IN_TEXT.items())
     yield from (Parameter(name, Nothing(), HTTP) for name in NOWHERE)
     texts = (MEGABYTE_TEXT, [MEGABYTE_TEXT])
     yield Parameter("prompt", PROMPT, (TEXT,), null=False, required=True, refused=texts)

@@ -143,6 +143,7 @@ def test_given_logprobs_in_each_form_when_resolved_then_counts_are_right(tmp_pat
         return params.logprobs, params.prompt_logprobs
 
     assert resolved(ChatRequest) == (None, None)
+    assert resolved(ChatRequest, top_logprobs=0) == (None, None)
     assert resolved(ChatRequest, logprobs=True) == (0, None)
     assert resolved(ChatRequest, logprobs=True, top_logprobs=5) == (5, None)
     assert resolved(CompletionRequest, logprobs=2) == (2, None)
@@ -217,3 +218,55 @@ def test_given_tokens_that_the_model_suppresses_when_resolved_then_they_are_bann
     )
     request, _ = parse(CompletionRequest, {"prompt": "x", "banned_token_ids": [7]}, strict_params=True)
     assert resolve_params(request, 10, Tokenizer.load(tmp_path), INFO).banned_token_ids == (7, 5, 6)
+
+
+CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"messages": [{"role": "user"}, {"role": "user", "content": "y", "foo": 0}]}, "messages[1].foo"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "a b": 1}]}]}, None),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"foo": {}}]}]}, "messages[0].tool_calls[0].foo"),
+        (CHAT_BODY | {"tools": [{"function": {"name": "f", "foo": False}}]}, "tools[0].function.foo"),
+        (CHAT_BODY | {"response_format": {"type": "text", "foo": ""}}, "response_format.foo"),
+        (CHAT_BODY | {"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+    ],
+)
+def test_given_strict_params_when_a_field_inside_of_another_is_unknown_then_its_path_is_named(
+    body: dict[str, Any], path: str | None
+) -> None:
+    parse(ChatRequest, body, strict_params=False)
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(ChatRequest, body, strict_params=True)
+    assert caught.value.param == (path or "messages[0].content[0].(unprintable)")
+    assert caught.value.code == "unknown_parameter"
+
+
+def test_given_strict_params_when_all_fields_are_known_or_the_callers_own_then_they_are_taken() -> None:
+    answer = {"role": "assistant", "refusal": None, "annotations": [], "tool_calls": [CALL], "foo": None}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"foo": {"bar": 1}}, "strict": True}}
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "n"}, answer],
+        "tools": [tool],
+        "documents": [{"foo": 1}],
+        "chat_template_kwargs": {"foo": {"bar": 1}},
+        "response_format": {"type": "text"},
+        "stream_options": {"include_usage": True},
+    }
+    assert parse(ChatRequest, body, strict_params=True)[1] == []
+
+
+@pytest.mark.parametrize("fields", [{"suffix": ""}, {"best_of": 1}, {"best_of": 3, "n": 3}])
+def test_given_a_feature_that_is_missing_when_it_asks_for_nothing_then_it_is_taken(fields: dict[str, Any]) -> None:
+    assert parse(CompletionRequest, {"prompt": "x", **fields}, strict_params=True)[1] == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"suffix": "x"}, {"best_of": 2}, {"best_of": 1, "n": 2}, {"best_of": True}, {"best_of": 1.0}]
+)
+def test_given_a_feature_that_is_missing_when_it_asks_for_something_then_it_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="not supported yet"):
+        parse(CompletionRequest, {"prompt": "x", **fields}, strict_params=False)
