@@ -24,7 +24,7 @@ from kernels.backend import AttentionParams, KernelBackend
 from kernels.backend import Linear as PackedWeight
 from kernels.linear.schemes import SCHEMES, WeightScheme, head_scheme
 from novainfer.config import ModelConfig
-from novainfer.errors import UnsupportedModelError
+from novainfer.errors import UnsupportedModelError, words_of
 from workers.models.base import CausalLM, ForwardBatch, KvCaches
 from workers.models.families import LAYER_WINDOWS
 from workers.models.rope import longest_sequence
@@ -137,8 +137,8 @@ class TransformersModel:
         self.spec = spec
         self.progress = 0  # see `CausalLM`
         self.num_local_kv_heads = spec.num_kv_heads
-        self._decoder = model.get_decoder()
-        self._head = _with_replaced(model, _path_of(model, self._decoder), HiddenInput())
+        self.decoder = model.get_decoder()
+        self._head = _with_replaced(model, _path_of(model, self.decoder), HiddenInput())
         self._kernels = kernels
 
     @property
@@ -149,7 +149,7 @@ class TransformersModel:
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
         """input_ids, positions [T] -> hidden states [T, hidden] after the final norm."""
         step = PagedStep(self, self._kernels, batch, kv_caches)
-        hidden = decoder_forward(self._decoder, input_ids, positions, step)
+        hidden = decoder_forward(self.decoder, input_ids, positions, step)
         return hidden if batch.kept is None else hidden[batch.kept.index]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -199,8 +199,10 @@ def load_transformers_model(
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"'{name}' cannot run through the transformers backend: {error}") from error
     except Exception as error:  # anything may go wrong in model code that was not written for this
-        reason = f"{type(error).__name__}: {error}"
-        raise UnsupportedModelError(f"'{name}' cannot run through the transformers backend: {reason}") from error
+        raise UnsupportedModelError(
+            f"'{name}' cannot run through the transformers backend: its code does not work with packed weights and a "
+            f"paged KV cache in place of its own ({words_of(error)})"
+        ) from error
     return loaded
 
 
@@ -261,7 +263,7 @@ def _from_pretrained(
             output_loading_info=True,
         )
     except Exception as error:  # an unknown architecture, a broken file, no support for custom attention
-        reason = f"{type(error).__name__}: {error}"
+        reason = words_of(error)
         if ATTENTION_NAME in reason:
             reason = "its attention layers do not use transformers' attention interface"
         raise UnsupportedModelError(f"transformers cannot load '{hf_config.model_type}': {reason}") from error

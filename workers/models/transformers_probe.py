@@ -1,4 +1,10 @@
-"""Does a transformers model run over a paged KV cache? Asked once, when it is loaded, on prompts of a few tokens."""
+"""Does a transformers model run over a paged KV cache? Asked once, when it is loaded, on prompts of a few tokens.
+
+Three questions. Do its tokens see none behind them, and do they stand where we say that they stand? Is its attention
+what the attention interface shows? That is computed as transformers' eager attention does, operation for operation:
+hardly a bit differs, whatever the type. And does the paged cache give the same? Its kernels add in another order, so
+that the type's own rounding has to be let pass.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +23,11 @@ from workers.models.transformers_backend import ATTENTION_NAME, TransformersMode
 BLOCK_SIZE = 16
 PROMPT_LENS = (7, 4)  # two sequences in one step: neither may see the other
 NUM_DECODES = 2  # the last tokens of each prompt are computed one by one
+POSITION_TOLERANCE = 1e-2  # the same operations on the same numbers; on GPUs some add in any order
 CAUSAL_TOLERANCE = 1e-2  # so much may what comes behind a token change, where experts multiply other numbers of rows
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}  # of a logit, relative to their spread
+# Of a logit, relative to their spread, as all of these: 1e-3, and so many times what another order of adding changes.
+SHOWN_TOLERANCE, ROUNDINGS = 1e-3, 2.0
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}  # of the paged cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,39 @@ class RecordingStep:
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
+class ShownStep:
+    """Attends to one sequence, by what a call shows and as transformers' `eager_attention_forward` does.
+
+    wide: with scores in float32, as a few older models have them.
+    """
+
+    def __init__(self, *, wide: bool) -> None:
+        self._wide = wide
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """See `AttentionStep`."""
+        group = query.shape[1] // key.shape[1]
+        queries, keys, values = (
+            heads.transpose(0, 1)
+            for heads in (query, key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1))
+        )
+        if self._wide:
+            queries, keys = queries.float(), keys.float()
+        scores = queries @ keys.transpose(1, 2) * params.scale
+        if params.soft_cap is not None:
+            scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+        places = torch.arange(query.shape[0], device=query.device)
+        distance = places[:, None] - places[None, :]
+        hidden = (distance < 0) | (distance >= (params.sliding_window or query.shape[0]))
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        return (weights @ values).transpose(0, 1)
+
+
 def probe_spec(model: Any, name: str, dtype: torch.dtype, max_position: int) -> ModelSpec:
     """The sizes that the model's attention layers really use."""
+    if model.get_decoder() is model.get_output_embeddings():
+        raise UnsupportedModelError("transformers does not tell which part of it is the decoder")
     device = next(model.parameters()).device
     step = RecordingStep()
     vocab_size = model.get_output_embeddings().weight.shape[0]
@@ -78,14 +118,25 @@ def check_against_eager(model: Any, paged: TransformersModel, kernels: KernelBac
     model.set_attn_implementation("eager")
     expected = torch.cat([_eager_logits(model, ids) for ids in prompts])
     _check_causal(model, prompts[0], expected[: len(prompts[0])])
+    _check_positions(model, prompts[0], expected[: len(prompts[0])])
     model.set_attn_implementation(ATTENTION_NAME)
     logits = _paged_logits(paged, kernels, prompts, device)
-    difference = float((logits - expected).abs().max() / expected.std().clamp(min=1e-6))
+    difference = _difference(logits, expected)
     if not difference <= TOLERANCE[paged.spec.dtype]:
-        raise UnsupportedModelError(
-            f"its logits differ from those of transformers' eager attention by {difference:.2g} of their spread; "
-            "its attention does something that the attention interface does not show"
-        )
+        raise _hidden_attention(difference)
+    for wide in (False, True):
+        shown = torch.cat([_shown_logits(paged, ids, ShownStep(wide=wide)) for ids in prompts])
+        difference = _difference(shown, expected)
+        if difference <= SHOWN_TOLERANCE + ROUNDINGS * _difference(logits, shown):
+            return
+    raise _hidden_attention(difference)
+
+
+def _hidden_attention(difference: float) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"its logits differ from those of transformers' eager attention by {difference:.2g} of their spread; "
+        "its attention does something that the attention interface does not show"
+    )
 
 
 def _check_causal(model: Any, ids: Tensor, logits: Tensor) -> None:
@@ -96,10 +147,34 @@ def _check_causal(model: Any, ids: Tensor, logits: Tensor) -> None:
         raise UnsupportedModelError("its tokens see those behind them: it is an encoder, and does not generate text")
 
 
-def _eager_logits(model: Any, ids: Tensor) -> Tensor:
+def _check_positions(model: Any, ids: Tensor, logits: Tensor) -> None:
+    """Raises `UnsupportedModelError` if the logits [T, V] are others when the model is told that the first token is 0,
+    as we number them. RoBERTa begins behind its padding id.
+    """
+    positions = torch.arange(len(ids), device=ids.device).unsqueeze(0)
+    try:
+        told = _eager_logits(model, ids, position_ids=positions)
+    except TypeError:  # some hand them to the decoder alone, which the comparison asks
+        return
+    if _difference(told, logits) > POSITION_TOLERANCE:
+        raise UnsupportedModelError("its positions do not begin at 0: it numbers its tokens in a way of its own")
+
+
+def _eager_logits(model: Any, ids: Tensor, **more: Tensor) -> Tensor:
     """[T, V] float32."""
-    logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
+    logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False, **more).logits[0]
     return logits.float()
+
+
+def _difference(logits: Tensor, expected: Tensor) -> float:
+    """The largest between logits [T, V], relative to their spread; NaN if any is."""
+    return float((logits - expected).abs().max() / expected.std().clamp(min=1e-6))
+
+
+def _shown_logits(paged: TransformersModel, ids: Tensor, step: ShownStep) -> Tensor:
+    """[T, V] float32."""
+    positions = torch.arange(len(ids), device=ids.device)
+    return paged.logits(decoder_forward(paged.decoder, ids, positions, step))
 
 
 def _tokens(length: int, seed: int, device: torch.device, vocab_size: int) -> tuple[Tensor, Tensor]:
