@@ -174,7 +174,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head.begin()
         self._stop_header_timer()
         if self.parser.should_upgrade():  # it is read as one without a body: what follows could be anything
-            self._refuse(b"400 Bad Request", ApiError(400, "This server changes no protocols.", "invalid_http"))
+            self._refuse(b"400 Bad Request", ApiError(400, "This server does not switch protocols.", "invalid_http"))
         elif self.parser.get_http_version() != "1.0" and [name for name, _ in self.headers].count(b"host") != 1:
             self._refuse(b"400 Bad Request", ApiError(400, "A request needs one Host header.", "invalid_http"))
         else:

@@ -260,7 +260,7 @@ class Lane:
             raise InvalidRequestError(reply.message, param=reply.param, code=reply.code)
         if isinstance(reply, Failed):
             raise EngineError(f"The text of this request could not be prepared ({reply.kind}).")
-        raise ProtocolError(f"text: {type(reply).__name__} is no reply")
+        raise ProtocolError(f"text: {type(reply).__name__} is not a reply")
 
     def watch(self, turn: Turn) -> None:
         """Look at the running turn in a while, and again and again."""

@@ -74,7 +74,9 @@ def _from_hub(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # network, permission, no such repository, offline: all mean "not available"
         reason = str(error).split("\n")[0]
-        raise ConfigError(f"model '{name}' is no local folder and the hub gave none: {reason}") from None
+        raise ConfigError(
+            f"model '{name}' is not a local folder, and could not be had from the hub: {reason}"
+        ) from None
 
 
 def model_digest(folder: Path) -> str:
@@ -105,7 +107,7 @@ def check_model(config: ModelConfig) -> Path:
     """
     folder = resolve_checkpoint(config.model, revision=config.revision)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json: it is no Hugging Face checkpoint")
+        raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
     values = _text_values(folder)
     try:
         for name, highest in _SIZES.items():

@@ -265,7 +265,7 @@ def check(config: ServeConfig) -> None:
         "client_stall_timeout": config.server.client_stall_timeout,
     }
     if config.server.max_restarts < 0 or not 0 <= config.server.orphan_grace < float("inf"):
-        raise ConfigError("--max-restarts and --orphan-grace cannot be negative, nor infinite")
+        raise ConfigError("--max-restarts and --orphan-grace can be neither negative nor infinite")
     for name, value in positive.items():
         if value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value}")
@@ -338,4 +338,6 @@ def _check_cluster_host(host: str, ray_address: str | None) -> None:
     except ValueError:
         raise ConfigError(f"--cluster-host must be an IP address of this host, not {host!r}") from None
     if address.is_unspecified:
-        raise ConfigError(f"--cluster-host {host} is no address that another host could connect to: name one of them")
+        raise ConfigError(
+            f"--cluster-host {host} is not an address that other hosts can connect to: name one that they can"
+        )

@@ -61,7 +61,7 @@ class Mode:
         """Undo `str`. Raises `ConfigError` for a text that is no mode."""
         match = _PATTERN.fullmatch(text)
         if match is None:
-            raise ConfigError(f"{text[:200]!r} is no mode that this release knows")
+            raise ConfigError(f"{text[:200]!r} is not a mode that this release knows")
         words = match.groupdict()
         words["quantization"] = words["quantization"] or NOT_QUANTIZED
         words["kv_cache_dtype"] = words["kv_cache_dtype"] or AS_ACTIVATIONS

@@ -138,7 +138,7 @@ def _token_ids(value: object, name: str, most: int) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > most:
         raise _wrong(name, f"must be a list of at most {most} token ids")
     if not all(type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in value):
-        raise _wrong(name, f"holds something that is no token id (0 to {MAX_TOKEN_ID})")
+        raise _wrong(name, f"holds something that is not a token id (0 to {MAX_TOKEN_ID})")
     return tuple(value)
 
 

@@ -126,7 +126,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     weight_map = read_json(folder, INDEX_FILE).get("weight_map")
     if isinstance(weight_map, dict):
         if not all(isinstance(file, str) and file == os.path.basename(file) for file in weight_map.values()):
-            raise UnsupportedModelError(f"'{folder / INDEX_FILE}' names something else than files beside it")
+            raise UnsupportedModelError(f"'{folder / INDEX_FILE}' names something other than files beside it")
         files = {name: folder / file for name, file in weight_map.items()}
         missing = sorted({path.name for path in files.values() if not path.is_file()})
         if missing:

@@ -216,7 +216,7 @@ class Fleet:
 
     def _obey(self, command: object) -> object:
         if not isinstance(command, ReplicaCommand):
-            return Refused("this is no command")
+            return Refused("this is not a command")
         refusal = None
         if command.action == ADD:
             logger.info("replica %d is added", self._roster.add().child.index)

@@ -296,7 +296,7 @@ def _checked_text(prompt: str) -> str:
         prompt.encode()
     except UnicodeEncodeError:
         raise InvalidRequestError(
-            "the prompt holds half of a surrogate pair, which is no text", param="prompt"
+            "the prompt holds half of a surrogate pair, which is not text", param="prompt"
         ) from None
     return prompt
 

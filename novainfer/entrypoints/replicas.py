@@ -58,8 +58,8 @@ def _wait(run_dir: RunDir, listing: ReplicaList) -> ReplicaList:
 def _only_run_dir() -> RunDir:
     found = [path.parent for path in Path(tempfile.gettempdir()).glob(f"{RunDir.PREFIX}*/{NAME}")]
     if len(found) != 1:
-        words = "no server with --replicas" if not found else f"{len(found)} servers with --replicas"
-        raise ConfigError(f"there are {words} in {tempfile.gettempdir()}: name its --run-dir")
+        words = f"{len(found)} servers with --replicas have" if found else "no server with --replicas has"
+        raise ConfigError(f"{words} a run directory in {tempfile.gettempdir()}: name it with --run-dir")
     return RunDir.create(str(found[0]))
 
 

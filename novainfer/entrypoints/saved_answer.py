@@ -83,7 +83,7 @@ class SavedAnswer:
                 self._take_name(name, document[name])
         choices = document.get("choices") or []
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise ConfigError("the answer's choices are no list of objects")
+            raise ConfigError("the answer's choices are not a list of objects")
         if not (self.is_stream and choices):  # until then it still grows
             self._take_usage(document.get("usage"))
         self.prompt_token_ids = document.get("prompt_token_ids", self.prompt_token_ids)
@@ -93,14 +93,14 @@ class SavedAnswer:
     def _take_name(self, name: str, value: Any) -> None:
         """What each event of an answer repeats."""
         if not isinstance(value, str):
-            raise ConfigError(f"the answer's {name} is no text")
+            raise ConfigError(f"the answer's {name} is not text")
         self._of_one_answer(name, value)
 
     def _take_usage(self, usage: Any) -> None:
         if usage is None:
             return
         if not isinstance(usage, dict):
-            raise ConfigError("the answer's usage is no object")
+            raise ConfigError("the answer's usage is not an object")
         self._of_one_answer("usage", usage)
 
     def _of_one_answer(self, name: str, value: Any) -> None:
@@ -133,7 +133,7 @@ class SavedAnswer:
         place = None
         if event_id is not None:
             if not _EVENT_ID.fullmatch(event_id):
-                raise ConfigError("the file holds an event with an id that is none of this server's")
+                raise ConfigError("the file holds an event with an id that is not one of this server's")
             place = tuple(map(int, event_id.split("-")))
         before = self._place
         if self.choices and (place is None) != (before is None):
@@ -166,7 +166,7 @@ class SavedAnswer:
             choice.stop_reasons += [data["stop_reason"]] if "stop_reason" in data else []
         if data.get("token_ids") is not None:
             if not isinstance(data["token_ids"], list) or not all(type(item) is int for item in data["token_ids"]):
-                raise ConfigError(f"the token_ids of choice {index} of the answer are no list of integers")
+                raise ConfigError(f"the token_ids of choice {index} of the answer are not a list of integers")
             choice.token_ids = (choice.token_ids or []) + data["token_ids"]
         if data.get("prompt_token_ids") is not None:
             choice.prompt_token_ids = data["prompt_token_ids"]

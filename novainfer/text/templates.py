@@ -35,6 +35,6 @@ def read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the chat template {path} is not UTF-8: byte {error.start} of it is no text") from None
+        raise ConfigError(f"the chat template {path} is not UTF-8: its byte {error.start} is not text") from None
     except OSError as error:
         raise ConfigError(f"the chat template {path} cannot be read: {error.strerror}") from None

@@ -75,7 +75,7 @@ class Tokenizer:
         """
         own = self._backend.get_vocab_size(with_added_tokens=False)
         if vocab_size is not None and own > vocab_size:
-            raise ConfigError(f"the tokenizer has {own} tokens, the model only {vocab_size}: they are no pair")
+            raise ConfigError(f"the tokenizer has {own} tokens, the model only {vocab_size}: they do not fit together")
 
     def fits(self, text: str, num_tokens: int) -> bool:
         """False if the text is far too long for so many tokens; cheap, to be asked before `encode`.

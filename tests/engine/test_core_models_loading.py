@@ -191,7 +191,7 @@ def test_checkpoint_given_truncated_file_when_loaded_then_refused(folder: Path) 
         ("/no/such/folder", "'/no/such/folder' is neither a folder nor"),
         ("./nothing", "'./nothing' is neither a folder nor"),
         ("a/b/c", "'a/b/c' is neither a folder nor"),
-        ("nobody/nothing", "no local folder and the hub gave none"),
+        ("nobody/nothing", "not a local folder, and could not be had from the hub"),
     ],
 )
 def test_find_checkpoint_given_nothing_there_when_offline_then_says_so(
@@ -224,8 +224,8 @@ def test_foreign_family_given_impossible_config_when_loaded_then_refused(
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
-        ("llama", {"num_attention_heads": 2, "num_key_value_heads": 4}, "no multiple of num_key_value_heads"),
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "not a multiple of num_key_value_heads"),
+        ("llama", {"num_attention_heads": 2, "num_key_value_heads": 4}, "not a multiple of num_key_value_heads"),
         ("qwen3_moe", {"num_experts_per_tok": 99}, r"num_experts_per_tok \(99\)"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ],

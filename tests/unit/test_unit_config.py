@@ -64,8 +64,8 @@ def test_given_quantisation_when_checked_with_a_device_without_it_then_it_is_ref
     ("host", "ray_address", "words"),
     [
         ("192.0.2.1", None, "needs --ray-address"),
-        ("0.0.0.0", "auto", "no address that another host could connect to"),
-        ("::", "auto", "no address that another host could connect to"),
+        ("0.0.0.0", "auto", "not an address that other hosts can connect to"),
+        ("::", "auto", "not an address that other hosts can connect to"),
         ("*", "auto", "must be an IP address"),
         ("", "auto", "must be an IP address"),
         ("192.0.2.1:6379", "auto", "must be an IP address"),

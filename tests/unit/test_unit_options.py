@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -228,3 +229,12 @@ def test_given_an_empty_key_when_resolved_then_the_server_does_not_open(text: st
         parse_text(OPTIONS["api_key"], text)
     with pytest.raises(ConfigError, match="empty"):
         check(ServeConfig(server=ServerConfig(api_key=(text,))))
+
+
+def test_the_replicas_of_no_server_when_asked_for_then_the_error_says_what_to_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["replicas"]) == 2
+    words = f"novainfer: no server with --replicas has a run directory in {tmp_path}: name it with --run-dir\n"
+    assert capsys.readouterr().err == words

@@ -275,7 +275,7 @@ def test_given_a_stream_with_ids_when_it_begins_late_then_its_end_is_compared_an
         ('{"object": "text_completion", "choices": [{"text": "a lie"}], "receipt": R}', "no index"),
         ('{"object": "text_completion", "choices": [{"index": true, "text": "a lie"}], "receipt": R}', "no index"),
         ('{"object": "chat.completion", "choices": [{"index": 0, "message": 1}], "receipt": R}', "no message"),
-        ('{"object": "chat.completion", "choices": "a lie", "receipt": R}', "no list"),
+        ('{"object": "chat.completion", "choices": "a lie", "receipt": R}', "not a list"),
         ('{"object": "text_completion", "choices": [{"index": 0, "text": "", "token_ids": 1}], "receipt": R}', "list"),
         ('{"object": "text_completion", "choices": [PART, PART], "receipt": R}', "in order, each once"),
         ('{"object": "text_completion", "choices": [OTHER, PART], "receipt": R}', "in order, each once"),
@@ -294,7 +294,7 @@ def test_given_a_stream_with_ids_when_it_begins_late_then_its_end_is_compared_an
         ('id: 1\ndata: CHUNK\n\nid: 1\ndata: CHUNK\n\ndata: {"receipt": R}', "begins again"),
         ('id: 2\ndata: CHUNK\n\nid: 1\ndata: CHUNK\n\ndata: {"receipt": R}', "begins again"),
         ('id: 2\ndata: CHUNK\n\nid: 2-1\ndata: CHUNK\n\ndata: {"receipt": R}', "begins again"),
-        ('id: x\ndata: CHUNK\n\ndata: {"receipt": R}', "none of this server's"),
+        ('id: x\ndata: CHUNK\n\ndata: {"receipt": R}', "not one of this server's"),
         ('data: CHUNK\n\nid: 1\ndata: CHUNK\n\ndata: {"receipt": R}', "some events have ids"),
     ],
 )

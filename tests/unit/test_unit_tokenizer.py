@@ -120,5 +120,5 @@ def test_given_a_hub_id_when_the_hub_is_offline_then_config_error(monkeypatch: p
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="hub gave none"):
+    with pytest.raises(ConfigError, match="could not be had from the hub"):
         resolve_checkpoint("someone/not-cached-here")

@@ -50,14 +50,14 @@ def _check(spec: DecoderSpec, family: str) -> None:
     """Raises `UnsupportedModelError` for sizes that do not fit together."""
     if spec.num_heads % spec.num_kv_heads:
         raise UnsupportedModelError(
-            f"num_attention_heads ({spec.num_heads}) is no multiple of num_key_value_heads ({spec.num_kv_heads})"
+            f"num_attention_heads ({spec.num_heads}) is not a multiple of num_key_value_heads ({spec.num_kv_heads})"
         )
     for mlp in spec.mlps:
         if isinstance(mlp, MoeSpec) and not 1 <= mlp.top_k <= mlp.num_experts:
             raise UnsupportedModelError(f"num_experts_per_tok ({mlp.top_k}) is not one of {mlp.num_experts} experts")
     is_partial = any(2 * len(rotary.inverse_frequencies) < spec.head_dim for rotary in spec.rotaries)
     if is_partial and family not in _PARTIAL_ROTARY:
-        raise UnsupportedModelError(f"partial_rotary_factor is not known of '{family}': transformers does not read it")
+        raise UnsupportedModelError(f"partial_rotary_factor is not known for '{family}': transformers does not read it")
 
 
 def _llama(given: FamilyInput) -> DecoderSpec:

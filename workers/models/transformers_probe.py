@@ -97,7 +97,7 @@ def probe_spec(model: Any, name: str, dtype: torch.dtype, max_position: int) -> 
     first = layers[0]
     shapes = {(call.num_heads, call.num_kv_heads, call.head_dim, call.value_dim) for call in layers}
     if len(shapes) > 1 or first.value_dim > first.head_dim:
-        raise UnsupportedModelError(f"its layers have unlike attention shapes (heads, kv heads, key, value): {shapes}")
+        raise UnsupportedModelError(f"its layers have different shapes (heads, kv heads, key, value): {shapes}")
     return ModelSpec(
         architecture=name,
         dtype=dtype,
