@@ -14,6 +14,7 @@ from gateway.schemas import (
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TEMPLATE_KWARGS,
+    MAX_TOOLS,
     ROLES,
     UNSUPPORTED,
     UNSUPPORTED_PREFIX,
@@ -52,7 +53,7 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
     fields = {
         "ChatRequest": _sampling(bounds) | _chat(),
         "CompletionRequest": _sampling(bounds) | _completion(bounds),
-        "TokenizeRequest": {"messages": _MESSAGES, "chat_template_kwargs": _TEMPLATE_KWARGS},
+        "TokenizeRequest": {"messages": _MESSAGES, "tools": _TOOLS, "chat_template_kwargs": _TEMPLATE_KWARGS},
         "DetokenizeRequest": {"tokens": _array(_integer(0, bounds.num_texts - 1))},
     }
     for kind, schema in schemas.items():
@@ -146,6 +147,8 @@ _MESSAGE: Schema = {
     },
 }
 _MESSAGES = _array(_MESSAGE, 1, MAX_MESSAGES)
+_FUNCTION: Schema = {"type": "object", "required": ["name"], "properties": {"name": _text(1)}}
+_TOOLS = _array({"type": "object", "required": ["function"], "properties": {"function": _FUNCTION}}, 0, MAX_TOOLS)
 _TEMPLATE_KWARGS: Schema = {
     "type": "object",
     "propertyNames": {"pattern": KWARG_NAME, "not": {"enum": sorted(OWN_NAMES)}},
@@ -156,6 +159,7 @@ _TEMPLATE_KWARGS: Schema = {
 def _chat() -> dict[str, Schema]:
     return {
         "messages": _MESSAGES,
+        "tools": _TOOLS,
         "modalities": _array({"const": "text"}, 1, 1),
         "tool_choice": {"enum": ["auto", "none", None]},
         "response_format": {"type": "object", "properties": {"type": {"const": "text"}}},

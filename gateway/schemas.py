@@ -10,6 +10,7 @@ import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from gateway.nested import unknown_inside
 from novainfer.errors import InvalidRequestError
@@ -52,6 +53,18 @@ TemplateKwargs = Annotated[
     Field(max_length=MAX_TEMPLATE_KWARGS),
     _at_most(MAX_TEMPLATE_KWARGS),
 ]
+
+
+def _has_a_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """All else in it is the caller's and the template's matter."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise PydanticCustomError("tool", "a tool is an object with a function that has a name")
+    return tool
+
+
+Tools = Annotated[Items[Annotated[dict[str, Any], AfterValidator(_has_a_function)]], Field(max_length=MAX_TOOLS)]
 
 
 def _empty(kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
@@ -118,7 +131,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
-    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = _empty(list)
+    tools: Tools = _empty(list)
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     modalities: Items[str] = ["text"]
@@ -152,7 +165,7 @@ class TokenizeRequest(_Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: TemplateKwargs = _empty(dict)
-    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = _empty(list)
+    tools: Tools = _empty(list)
 
 
 class DetokenizeRequest(_Body):
@@ -243,4 +256,5 @@ def _invalid(error: ValidationError) -> InvalidRequestError:
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is missing.", param=param, code="missing_required_parameter")
     message = _UNIONS.get(param or "", first["msg"])
-    return InvalidRequestError(f"Invalid value for {param}: {message}.", param=param)
+    place = f"{param}[{where[1]}]" if first["type"] == "tool" else param
+    return InvalidRequestError(f"Invalid value for {place}: {message}.", param=param)

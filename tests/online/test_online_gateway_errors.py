@@ -169,6 +169,14 @@ def test_given_a_body_that_is_no_request_when_sent_then_400(pair: Pair, body: by
     [
         (TEXT, {"prompt": [-1]}, "a list of token ids (whole numbers from 0)"),
         (TEXT, {"prompt": "a", "stop": [None]}, "it is a string or a list of strings"),
+        (CHAT, {"messages": HELLO, "tools": [{}]}, "tools[0]: a tool is an object with a function that has a name"),
+        (
+            CHAT,
+            {"messages": HELLO, "tools": [{"function": {"name": "f"}}, {"function": {"name": ""}}]},
+            "tools[1]: a tool",
+        ),
+        ("/tokenize", {"messages": HELLO, "tools": [{"type": "web_search"}]}, "tools[0]: a tool"),
+        (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
         (CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls must be"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls must be"),
         (CHAT, {"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content: only text"),

@@ -164,6 +164,13 @@ def is_stream_options(options: dict[str, Any]) -> bool:
     return all(flag is None or isinstance(flag, bool) for flag in flags)
 
 
+def is_tool(tool: dict[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and function["name"] != ""
+
+
+FUNCTIONS = (None, 5, "f", [], {}, {"name": None}, {"name": ""}, {"name": 5}, {"name": "f"}, {"name": "f", "x": [0.5]})
+TOOL = Object(({}, {"name": "f"}, {"type": "x"}, *({"function": function} for function in FUNCTIONS)), is_tool)
 ANY_OBJECT = Object(({}, {"a": None}, {"": []}, {"a": {"b": [0.5, 2**64, 10**400]}}))
 RESUMED = ([[]], [[5]], [[5, 5]], [[], []], [[VOCAB]])
 PLAIN = {"role": "user", "content": "x"}
@@ -266,7 +273,7 @@ def _requests() -> Iterator[Parameter]:
     yield Parameter("reasoning_effort", Text(), (CHAT,))
     yield Parameter("bad_words", ListOf(Text(1, 128, words=ONE_TOKEN), "x", 0, 256), HTTP)
     yield Parameter("modalities", ListOf(Text(words=("text",)), "text", 1, 1), (CHAT,))
-    yield Parameter("tools", ListOf(ANY_OBJECT, {}, 0, 256), (CHAT,))
+    yield Parameter("tools", ListOf(TOOL, {"function": {"name": "f"}}, 0, 256), (CHAT,))
     yield Parameter("documents", ListOf(ANY_OBJECT, {}), (CHAT,))
     yield Parameter("tool_choice", Text(words=("auto", "none")), (CHAT,))
     examples: list[dict[str, Any]] = [
