@@ -125,7 +125,10 @@ def _supervise(config: ServeConfig, run_dir: RunDir, index: int, reports: FleetR
         launch = standard_launch(config, run_dir, index)
         first_epoch = FIRST_EPOCH + (start - FIRST_EPOCH) * EPOCHS_OF_A_START
         with Supervisor(config, run_dir, launch, reports, index, first_epoch) as supervisor:
-            return supervisor.run()
+            status = supervisor.run()
+        if supervisor.fault is not None:
+            reports.fault(supervisor.fault)
+        return status
 
 
 def _remove_files(run_dir: RunDir) -> None:

@@ -90,7 +90,7 @@ class Supervisor:
         self._strays = StrayRanks()
         self._progress = progress or StartProgress()
         self._fingerprints = Fingerprints()
-        self._fault: str | None = None
+        self.fault: str | None = None  # why it ends, if nobody asked for that
         self._stop_signals = 0  # SIGTERM, SIGINT or SIGHUP so far; the second ends the patience
         self._is_stopping = False
         self._phase = Phase.SPAWNED  # what all children have once reached
@@ -114,7 +114,7 @@ class Supervisor:
             self._serve()
         finally:
             self._stop()
-        return exit_status(self._fault)
+        return exit_status(self.fault)
 
     # -- starting and watching --------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Supervisor:
         return self.table.of(ROLE_WORKER)[0].epoch
 
     def _serve(self) -> None:
-        while self._fault is None and not self._stop_signals:
+        while self.fault is None and not self._stop_signals:
             self._advance_phase()
             self._turn(_TICK)
             self._progress.turn(not self.table.behind(Phase.READY))
@@ -299,7 +299,7 @@ class Supervisor:
         ranks = self.table.of(ROLE_WORKER)
         if not any(rank.fault for rank in ranks):
             self._hear_last_words(patience)  # perhaps a rank says why; then we come here again, and are done
-            if self.epoch != epoch or self._fault is not None:
+            if self.epoch != epoch or self.fault is not None:
                 return
         faulted = any(rank.fault is not None and not rank.peer_lost for rank in ranks)
         kill_ranks(ranks)
@@ -361,8 +361,8 @@ class Supervisor:
             logger.debug("while stopping: %s", words)
             return
         self._progress.close()
-        if self._fault is None:
-            self._fault = words
+        if self.fault is None:
+            self.fault = words
             logger.error("%s", words)
 
     # -- stopping -------------------------------------------------------------------------------------------------
@@ -372,9 +372,9 @@ class Supervisor:
         self._is_stopping = True
         self._workers.expect_end()
         self._progress.stopping()
-        was_ready = self._phase == Phase.READY and self._fault is None
+        was_ready = self._phase == Phase.READY and self.fault is None
         drain = self._config.server.drain_timeout + DRAIN_MARGIN if was_ready else FAULT_PATIENCE
-        self._end(ROLE_GATEWAY, drain, signal.SIGTERM if self._fault is None else GIVE_UP_SIGNAL)
+        self._end(ROLE_GATEWAY, drain, signal.SIGTERM if self.fault is None else GIVE_UP_SIGNAL)
         self._end(ROLE_SCHEDULER, STOP_TIMEOUT)
         if not self._workers.stop(WORKERS_TIMEOUT):
             logger.error("the workers did not stop within %g s", WORKERS_TIMEOUT)

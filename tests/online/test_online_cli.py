@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from novainfer.checkpoint import resolve_checkpoint
 from tests.servers import RunningServer
 
 pytestmark = pytest.mark.stage2
@@ -73,3 +76,23 @@ def test_the_doctor_when_the_model_is_missing_then_it_exits_with_1_and_says_what
     assert done.returncode == 1
     assert "FAIL  model:" in done.stdout
     assert "fix: give a checkpoint folder" in done.stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["--replicas", "2"]], ids=["one", "replicas"])
+def test_a_checkpoint_that_a_rank_cannot_load_when_served_then_the_last_line_says_why(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    folder = Path(shutil.copytree(resolve_checkpoint("demo"), tmp_path / "model"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    done = subprocess.run(
+        [sys.executable, "-m", "novainfer.entrypoints.cli", "serve", str(folder), "--port", "0", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "the server has ended: " in last
+    assert f"'{weights}' is not a readable safetensors file" in last
+    assert "Traceback" not in done.stderr
