@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.sampling.triton import philox4x32_10
+from kernels.sampling.triton_numbers import philox4x32_10
 
 
 @triton.jit

@@ -1,0 +1,330 @@
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Which tokens may be kept by top_k, top_p and min_p: a list for each row, nearly always short, found by many programs.
+
+The vocabulary is divided into groups of neighbours. If k groups have a maximum of t or more, so have at least k tokens,
+so top_k keeps none below the k-th largest group maximum (the idea of Dr. Top-k, Gaihre et al., SC 2021). Only groups
+whose maximum reaches a bound are read again. For top_p without top_k the bound is found in two rounds: masses and
+counts above 16 thresholds, then above 16 more between two of those.
+
+1. `maxima_kernel` reads the row once;
+2. `bound_kernel` sorts the maxima and says what to do with the row;
+3. `round_kernel` twice, of which the second has work only where the first left too many tokens;
+4. `gather_kernel` writes the list. Its order depends on which program comes first; nothing that reads it cares.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.sampling.triton_numbers import (
+    key_of,
+    load_x,
+    mass_of,
+    order_of,
+    scaled,
+    share_of,
+    without_nan,
+    x_of_key,
+)
+
+PLAIN = tl.constexpr(0)  # nothing to search: greedy, or no filter
+LISTED = tl.constexpr(1)  # the bound is known: top_k, or min_p alone
+ROUNDS = tl.constexpr(2)  # top_p without top_k
+
+GROUPS_A_PROGRAM = 32
+_PROGRAM_GROUPS = tl.constexpr(GROUPS_A_PROGRAM)
+
+
+@triton.jit
+def kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size):
+    """PLAIN, LISTED or ROUNDS."""
+    top_k = tl.load(top_ks + row)
+    has_top_k = (top_k > 0) & (top_k < vocab_size)
+    has_top_p = tl.load(top_ps + row) < 1.0
+    is_filtered = has_top_k | has_top_p | (tl.load(min_ps + row) > 0.0)
+    kind = tl.where(has_top_p & (has_top_k == 0), ROUNDS, LISTED)
+    return tl.where((tl.load(temperatures + row) > 0.0) & is_filtered, kind, PLAIN)
+
+
+@triton.jit
+def _packed(x, groups):
+    """int64 in the order of x, which is the largest of each of the groups."""
+    return key_of(x).to(tl.int64) * 65536 + groups
+
+
+@triton.jit
+def _x_of(packed):
+    """The largest x of a group."""
+    return x_of_key((packed >> 16).to(tl.int32))
+
+
+@triton.jit
+def _group_of(packed):
+    """A group's number."""
+    return (packed & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def maxima_kernel(
+    logits,  # [num_rows, vocab_size] float32
+    temperatures,  # [num_rows] float32
+    top_ks,  # [num_rows] int32
+    top_ps,  # [num_rows] float32
+    min_ps,  # [num_rows] float32
+    maxima,  # [num_rows, num_groups] float32, written: the largest x of each group
+    row_stride,
+    vocab_size,
+    num_groups,
+    GROUP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size) != PLAIN:
+        groups = tl.program_id(1) * _PROGRAM_GROUPS + tl.arange(0, _PROGRAM_GROUPS)
+        ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        given = tl.load(logits + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf"))
+        largest = scaled(tl.max(without_nan(given), axis=1), tl.load(temperatures + row))
+        tl.store(maxima + row * num_groups + groups, largest, mask=groups < num_groups)
+
+
+@triton.jit
+def bound_kernel(
+    temperatures,  # [num_rows] float32
+    top_ks,  # [num_rows] int32
+    top_ps,  # [num_rows] float32
+    min_ps,  # [num_rows] float32
+    maxima,  # [num_rows, num_groups] float32
+    sorted_groups,  # [num_rows, MOST_GROUPS] int64, written: (key of the maximum, group), the largest first
+    lows,  # [num_rows] float32, written: nothing below it is kept
+    largests,  # [num_rows] float32, written
+    list_lengths,  # [num_rows] int32, written: 0
+    vocab_size,
+    num_groups,
+    MOST_GROUPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    kind = kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size)
+    if kind != PLAIN:
+        groups = tl.arange(0, MOST_GROUPS)
+        x = tl.load(maxima + row * num_groups + groups, mask=groups < num_groups, other=float("-inf"))
+        largest = tl.max(x, axis=0)
+        ordered = tl.sort(_packed(x, groups), descending=True)
+        tl.store(sorted_groups + row * MOST_GROUPS + groups, ordered)
+        top_k = tl.load(top_ks + row)
+        top_p = tl.load(top_ps + row)
+        low = tl.full([], float("-inf"), tl.float32)
+        if kind == ROUNDS:
+            # all tokens below have a mass of vocab_size * exp(low - largest) at most, less than 1 - top_p
+            low = largest - (tl.log(tl.zeros([], tl.float32) + vocab_size) - tl.log(1.0 - top_p) + 1.0)
+        elif (top_k > 0) & (top_k < vocab_size):
+            if top_k <= num_groups:
+                found = tl.sum(tl.where(groups == top_k - 1, ordered, 0), axis=0)
+                low = _x_of(found)
+        else:
+            # more than exp, log and the sums can be wrong by
+            low = largest + tl.log(tl.load(min_ps + row)) - 0.01 - 1e-6 * tl.abs(largest)
+        tl.store(lows + row, low)
+        tl.store(largests + row, largest)
+        tl.store(list_lengths + row, 0)
+
+
+@triton.jit
+def _thresholds(low, high, largest, number):
+    """[16] float32 that never fall: from low on towards high. The first of round 0 is below everything."""
+    lane = tl.arange(0, 16)
+    values = low + (tl.minimum(high, largest) - low) * (lane * 0.0625)
+    # NaN where low is -inf: then nothing is narrowed
+    return tl.where((lane + number == 0) | (values != values), float("-inf"), values)
+
+
+@triton.jit
+def _sums(values, row, num_programs, PROGRAMS: tl.constexpr):
+    """values [num_rows, num_programs, 16] of a round -> [16], the sums over the programs of the row."""
+    programs = tl.arange(0, PROGRAMS)
+    places = (row * num_programs + programs)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    return tl.sum(tl.load(values + places, mask=programs[:, None] < num_programs, other=0), axis=0)
+
+
+@triton.jit
+def _at(values, lane):
+    """values [16] -> the one of the lane, 0 for lane 16."""
+    return tl.sum(tl.where(tl.arange(0, 16) == lane, values, 0), axis=0)
+
+
+@triton.jit
+def _narrowed(thresholds, masses, counts, target):
+    """(low, high, mass and count of high and more, count of low and more): the two neighbours between which the sum
+    of masses reaches the target."""
+    lane = tl.arange(0, 16)
+    # the sums never grow with the threshold; the first one counts as reached
+    reached = tl.sum(((masses >= target) & (lane > 0)).to(tl.int32), axis=0)
+    low = tl.max(tl.where(lane <= reached, thresholds, float("-inf")), axis=0)
+    high = tl.min(tl.where(lane > reached, thresholds, float("inf")), axis=0)
+    return low, high, _at(masses, reached + 1), _at(counts, reached + 1), _at(counts, reached)
+
+
+@triton.jit
+def interval(
+    row, low, largest, top_p, masses, counts, round_stride, num_programs, NUM: tl.constexpr,
+    PROGRAMS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """What NUM rounds have found of a row whose top_p alone cuts: (low, high, mass and count of high and more, count of
+    low and more, the mass that the kept must reach). The last token kept is in [low, high)."""
+    high = tl.full([], float("inf"), tl.float32)
+    above = tl.full([], 0, tl.int64)
+    count_above = tl.full([], 0, tl.int32)
+    count = tl.full([], CAPACITY + 1, tl.int32)
+    target = tl.full([], 0, tl.int64)
+    if NUM > 0:
+        thresholds = _thresholds(low, high, largest, 0)
+        sums = _sums(masses, row, num_programs, PROGRAMS)
+        target = share_of(_at(sums, 0), top_p)
+        low, high, above, count_above, count = _narrowed(
+            thresholds, sums, _sums(counts, row, num_programs, PROGRAMS), target
+        )
+    if NUM > 1:
+        if count > CAPACITY:
+            thresholds = _thresholds(low, high, largest, 1)
+            sums = _sums(masses + round_stride, row, num_programs, PROGRAMS)
+            low, high_inside, above_inside, count_inside, count = _narrowed(
+                thresholds, sums, _sums(counts + round_stride, row, num_programs, PROGRAMS), target
+            )
+            if high_inside < float("inf"):  # else it lies between the last threshold and what was the end before
+                high = high_inside
+                above = above_inside
+                count_above = count_inside
+    return low, high, above, count_above, count, target
+
+
+@triton.jit
+def _tile(logits_row, groups_row, start, vocab_size, temperature, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """(x, ids) of BLOCK tokens, `start` tokens after the first of the sorted groups."""
+    places = start + tl.arange(0, BLOCK)
+    ids = _group_of(tl.load(groups_row + places // GROUP)) * GROUP + places % GROUP
+    return load_x(logits_row, ids, ids < vocab_size, temperature), ids
+
+
+@triton.jit
+def _best_of(groups_row, start, GROUP: tl.constexpr):
+    """The largest x of the group that stands `start` tokens after the first of the sorted ones: none after has more."""
+    return _x_of(tl.load(groups_row + start // GROUP))
+
+
+@triton.jit(do_not_specialize=["number"])
+def round_kernel(
+    logits,  # [num_rows, vocab_size] float32
+    temperatures,  # [num_rows] float32
+    top_ks,  # [num_rows] int32
+    top_ps,  # [num_rows] float32
+    min_ps,  # [num_rows] float32
+    sorted_groups,  # [num_rows, MOST_GROUPS] int64
+    lows,  # [num_rows] float32
+    largests,  # [num_rows] float32
+    masses,  # [2, num_rows, num_programs, 16] int64; those of this round are written: of all at and above a threshold
+    counts,  # [2, num_rows, num_programs, 16] int32, likewise
+    row_stride,
+    vocab_size,
+    number,  # of this round: 0 or 1
+    MOST_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.load(largests + row)  # not written for a plain row, and not used then
+    kind = kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size)
+    round_stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * 16
+    if (kind == ROUNDS) & (largest > float("-inf")):
+        low = tl.load(lows + row)
+        high = tl.full([], float("inf"), tl.float32)
+        has_work = number == 0
+        if number > 0:
+            top_p = tl.load(top_ps + row)
+            low, high, _above, _count_above, count, _target = interval(
+                row, low, largest, top_p, masses, counts, round_stride, tl.num_programs(1), 1, PROGRAMS, CAPACITY
+            )
+            has_work = count > CAPACITY
+        if has_work:
+            thresholds = _thresholds(low, high, largest, number)
+            temperature = tl.load(temperatures + row)
+            logits_row = logits + row * row_stride
+            groups_row = sorted_groups + row * MOST_GROUPS
+            first = tl.program_id(1) * _PROGRAM_GROUPS * GROUP
+            total = tl.zeros([BLOCK], tl.int64)
+            mass_sums = tl.zeros([16, BLOCK], tl.int64)
+            count_sums = tl.zeros([16, BLOCK], tl.int32)
+            for start in range(first, first + _PROGRAM_GROUPS * GROUP, BLOCK):
+                is_above = _best_of(groups_row, start, GROUP) >= low
+                if is_above or number == 0:
+                    x, _ids = _tile(logits_row, groups_row, start, vocab_size, temperature, GROUP, BLOCK)
+                    mass = mass_of(x, largest)
+                    total += mass
+                    if is_above:
+                        reaches = x[None, :] >= thresholds[:, None]
+                        mass_sums += tl.where(reaches, mass[None, :], 0)
+                        count_sums += reaches.to(tl.int32)
+            sums = tl.sum(mass_sums, axis=1)
+            lane = tl.arange(0, 16)
+            place = (row * tl.num_programs(1) + tl.program_id(1)) * 16 + lane + number * round_stride
+            tl.store(masses + place, tl.where(lane + number == 0, tl.sum(total, axis=0), sums))
+            counted = tl.sum(count_sums, axis=1)
+            # below the lowest real threshold not all was counted
+            tl.store(counts + place, tl.where(lane + number == 0, CAPACITY + 1, counted))
+
+
+@triton.jit
+def gather_kernel(
+    logits,  # [num_rows, vocab_size] float32
+    temperatures,  # [num_rows] float32
+    top_ks,  # [num_rows] int32
+    top_ps,  # [num_rows] float32
+    min_ps,  # [num_rows] float32
+    sorted_groups,  # [num_rows, MOST_GROUPS] int64
+    lows,  # [num_rows] float32
+    largests,  # [num_rows] float32
+    masses,  # [2, num_rows, num_programs, 16] int64
+    counts,  # [2, num_rows, num_programs, 16] int32
+    lists,  # [num_rows, CAPACITY] int64, written: orders of the candidates
+    list_lengths,  # [num_rows] int32, changed: how many there are, also where not all found room
+    row_stride,
+    vocab_size,
+    MOST_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.load(largests + row)
+    kind = kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size)
+    round_stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * 16
+    if (kind != PLAIN) & (largest > float("-inf")):
+        low = tl.load(lows + row)
+        high = tl.full([], float("inf"), tl.float32)
+        fits = tl.full([], 1, tl.int32) == 1
+        if kind == ROUNDS:
+            top_p = tl.load(top_ps + row)
+            low, end, _above, count_above, count, _target = interval(
+                row, low, largest, top_p, masses, counts, round_stride, tl.num_programs(1), 2, PROGRAMS, CAPACITY
+            )
+            if count > CAPACITY:  # those above stay in whatever is chosen here
+                high = end
+                fits = count - count_above <= CAPACITY
+        if fits:
+            groups_row = sorted_groups + row * MOST_GROUPS
+            temperature = tl.load(temperatures + row)
+            first = tl.program_id(1) * _PROGRAM_GROUPS * GROUP
+            for start in range(first, first + _PROGRAM_GROUPS * GROUP, BLOCK):
+                if _best_of(groups_row, start, GROUP) >= low:
+                    places = start + tl.arange(0, BLOCK)
+                    packed = tl.load(groups_row + places // GROUP)
+                    ids = _group_of(packed) * GROUP + places % GROUP
+                    wanted = (_x_of(packed) >= low) & (ids < vocab_size)
+                    x = load_x(logits + row * row_stride, ids, wanted, temperature)
+                    is_in = ((x >= low) & (x < high) & (x > float("-inf"))).to(tl.int32)
+                    base = tl.atomic_add(list_lengths + row, tl.sum(is_in, axis=0))
+                    place = base + tl.cumsum(is_in, axis=0) - 1
+                    order = order_of(x, ids, ID_BITS)
+                    tl.store(lists + row * CAPACITY + place, order, mask=(is_in == 1) & (place < CAPACITY))

@@ -1,0 +1,187 @@
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Among the candidates of a row: where top_k and top_p end, exactly, and the draw if all that is kept is in the list.
+
+One program a row. Where the list is not all that is kept (a flat distribution) the end is handed on, and the draw goes
+over the whole vocabulary. Where there was no room for the candidates (more equal logits than that, or a top_k larger
+than the number of groups) the program searches the whole row: slow, and rare.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.sampling.triton_candidates import LISTED, PLAIN, ROUNDS, interval, kind_of
+from kernels.sampling.triton_numbers import (
+    LEAST_KEY,
+    LEAST_ORDER,
+    first_order,
+    id_of_order,
+    key_of,
+    key_of_order,
+    load_x,
+    mass_of,
+    noise_of,
+    order_of,
+    share_of,
+    x_of_key,
+)
+
+
+@triton.jit
+def _orders(
+    list_row, length, logits_row, vocab_size, temperature, is_listed, start, ID_BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """BLOCK orders from the list, or of the whole row; LEAST_ORDER behind the end."""
+    places = start + tl.arange(0, BLOCK)
+    if is_listed:
+        orders = tl.load(list_row + places, mask=places < length, other=LEAST_ORDER)
+    else:
+        x = load_x(logits_row, places, places < vocab_size, temperature)
+        orders = order_of(x, places, ID_BITS)
+    return orders
+
+
+@triton.jit
+def _weights(orders, least, largest, by_mass, ID_BITS: tl.constexpr):
+    """int64: the mass, or 1, of orders that are not below `least`; else 0."""
+    weights = (orders > LEAST_ORDER).to(tl.int64)
+    if by_mass:
+        weights = mass_of(x_of_key(key_of_order(orders, ID_BITS)), largest)
+    return tl.where(orders >= least, weights, 0)
+
+
+@triton.jit
+def _last_order(
+    list_row, length, logits_row, vocab_size, temperature, is_listed, largest, by_mass,
+    least, low, high, above, target, ID_BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest order c in [low, high) with above + weights(orders >= c and >= least) >= target, or low: found four
+    bits at a time. `above` is the weight of what is not among the orders looked at."""
+    size = tl.where(is_listed, length, vocab_size)
+    lane = tl.arange(0, 16)
+    while high - low > 1:
+        step = (high - low + 15) // 16
+        thresholds = low + step * lane
+        sums = tl.zeros([16], tl.int64)
+        for start in range(0, size, BLOCK):
+            orders = _orders(list_row, length, logits_row, vocab_size, temperature, is_listed, start, ID_BITS, BLOCK)
+            weights = _weights(orders, least, largest, by_mass, ID_BITS)
+            sums += tl.sum(tl.where(orders[None, :] >= thresholds[:, None], weights[None, :], 0), axis=1)
+        reached = tl.sum(((above + sums >= target) & (lane > 0) & (thresholds < high)).to(tl.int64), axis=0)
+        low += step * reached
+        high = tl.minimum(high, low + step)
+    return low
+
+
+@triton.jit
+def _draw(list_row, length, least, largest, min_p, seed, choice, index, ID_BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The id with the most x + noise of those in the list that are kept; the lowest of equal ones."""
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_ids = tl.full([BLOCK], 2147483647, tl.int32)
+    for start in range(0, length, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        orders = tl.load(list_row + places, mask=places < length, other=LEAST_ORDER)
+        x = x_of_key(key_of_order(orders, ID_BITS))
+        kept = (orders >= least) & (orders > LEAST_ORDER)
+        if min_p > 0.0:
+            kept = kept & (tl.exp(x - largest) >= min_p)
+        ids = id_of_order(orders, ID_BITS)
+        values = tl.where(kept, x + noise_of(ids, seed, choice, index), float("-inf"))
+        is_better = kept & ((values > best) | ((values == best) & (ids < best_ids)))
+        best = tl.where(is_better, values, best)
+        best_ids = tl.where(is_better, ids, best_ids)
+    return tl.min(tl.where(best == tl.max(best, axis=0), best_ids, 2147483647), axis=0)
+
+
+@triton.jit
+def choice_kernel(
+    logits,  # [num_rows, vocab_size] float32
+    temperatures,  # [num_rows] float32
+    top_ks,  # [num_rows] int32
+    top_ps,  # [num_rows] float32
+    min_ps,  # [num_rows] float32
+    seeds,  # [num_rows] int64
+    choices,  # [num_rows] int32
+    indexes,  # [num_rows] int64
+    lows,  # [num_rows] float32
+    largests,  # [num_rows] float32
+    masses,  # [2, num_rows, num_programs, 16] int64
+    counts,  # [2, num_rows, num_programs, 16] int32
+    lists,  # [num_rows, CAPACITY] int64
+    list_lengths,  # [num_rows] int32
+    last_keys,  # [num_rows] int32, written: key of the last id kept
+    last_ids,  # [num_rows] int32, written: the last id kept
+    tokens,  # [num_rows] int64, written: -1 where the whole vocabulary has yet to be drawn from
+    row_stride,
+    vocab_size,
+    num_programs,
+    PROGRAMS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    kind = kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size)
+    cut = tl.full([], LEAST_ORDER, tl.int64)
+    token = tl.full([], -1, tl.int64)
+    if kind != PLAIN:
+        largest = tl.load(largests + row)
+        if largest == float("-inf"):
+            token = tl.full([], 0, tl.int64)
+        else:
+            top_k = tl.load(top_ks + row)
+            top_p = tl.load(top_ps + row)
+            temperature = tl.load(temperatures + row)
+            logits_row = logits + row * row_stride
+            list_row = lists + row * CAPACITY
+            length = tl.load(list_lengths + row)
+            low = tl.load(lows + row)
+            end = first_order(key_of(largest), ID_BITS) + (1 << ID_BITS)
+            high = end
+            above = tl.full([], 0, tl.int64)
+            total = tl.full([], 0, tl.int64)
+            is_listed = length <= CAPACITY
+            is_whole = is_listed
+            has_top_k = (top_k > 0) & (top_k < vocab_size)
+            if kind == ROUNDS:
+                round_stride = tl.num_programs(0).to(tl.int64) * num_programs * 16
+                low, high_x, mass_above, count_above, count, total = interval(
+                    row, low, largest, top_p, masses, counts, round_stride, num_programs, 2, PROGRAMS, CAPACITY
+                )
+                is_whole = count <= CAPACITY
+                if is_whole == 0:
+                    is_listed = count - count_above <= CAPACITY
+                if (is_whole == 0) & (high_x < float("inf")):
+                    high = first_order(key_of(high_x), ID_BITS)
+                    if is_listed:
+                        above = mass_above
+            first = first_order(key_of(low), ID_BITS)
+            size = tl.where(is_listed, length, vocab_size)
+            if has_top_k & ((length > top_k) | (is_listed == 0)):
+                cut = _last_order(
+                    list_row, length, logits_row, vocab_size, temperature, is_listed, largest, False,
+                    cut, first, high, above, top_k.to(tl.int64), ID_BITS, BLOCK,
+                )  # fmt: skip
+            if top_p < 1.0:
+                if kind == LISTED:
+                    for start in range(0, size, BLOCK):
+                        orders = _orders(
+                            list_row, length, logits_row, vocab_size, temperature, is_listed, start, ID_BITS, BLOCK
+                        )
+                        total += tl.sum(_weights(orders, cut, largest, True, ID_BITS), axis=0)
+                    total = share_of(total, top_p)
+                    first = tl.maximum(first, cut)
+                cut = _last_order(
+                    list_row, length, logits_row, vocab_size, temperature, is_listed, largest, True,
+                    cut, first, high, above, total, ID_BITS, BLOCK,
+                )  # fmt: skip
+            if is_whole:
+                min_p = tl.load(min_ps + row)
+                seed = tl.load(seeds + row)
+                choice = tl.load(choices + row)
+                index = tl.load(indexes + row)
+                token = _draw(list_row, length, cut, largest, min_p, seed, choice, index, ID_BITS, BLOCK).to(tl.int64)
+    tl.store(last_keys + row, key_of_order(cut, ID_BITS))
+    tl.store(last_ids + row, tl.where(cut == LEAST_ORDER, vocab_size, id_of_order(cut, ID_BITS)))
+    tl.store(tokens + row, token)
