@@ -30,14 +30,15 @@ from kernels.sampling.triton_candidates import (
 )
 from kernels.sampling.triton_choice import choice_kernel
 from kernels.sampling.triton_numbers import gumbel, key_of, load_x, noise_words
-from kernels.triton_launch import next_power_of_2
+from kernels.triton_launch import INTERPRETED, next_power_of_2
 
 _SLICE = 4096  # ids per program of the kernel that draws from the whole vocabulary
-_MOST_GROUPS = 2048  # of a row: what one program sorts
+_MOST_GROUPS = 2048  # of a row: one program looks at the maxima of all of them
+_LEAST_GROUP = 64  # ids: a program has 32 groups, and is to be worth its start
 _CAPACITY = 8192  # candidates of a row
 _GATHER_BLOCK = 4096  # ids per iteration
-_ROUND_BLOCK = 256  # the same; sixteen sums for each of them stay in registers
-_CHOICE_BLOCK = 512  # candidates per iteration
+# Ids, and candidates, per iteration: sixteen sums for each of them stay in registers. Any number gives the same bits.
+_ROUND_BLOCK, _CHOICE_BLOCK = (4096, 4096) if INTERPRETED else (256, 512)
 
 
 @triton.jit
@@ -124,7 +125,7 @@ class _Shape:
     @classmethod
     def of(cls, vocab_size: int) -> _Shape:
         """For ids 0 ... vocab_size - 1."""
-        group = next_power_of_2(triton.cdiv(vocab_size, _MOST_GROUPS), 16)
+        group = next_power_of_2(triton.cdiv(vocab_size, _MOST_GROUPS), _LEAST_GROUP)
         num_groups = triton.cdiv(vocab_size, group)
         return cls(
             group=group,
@@ -191,7 +192,7 @@ def _filter(logits: Tensor, params: SamplingTensors) -> _Cuts:
         return torch.empty(sizes, dtype=dtype, device=logits.device)
 
     maxima = scratch(torch.float32, num_rows, shape.num_groups)
-    sorted_groups = scratch(torch.int64, num_rows, most_groups)
+    front_groups = scratch(torch.int64, num_rows, most_groups)
     lows, largests = scratch(torch.float32, num_rows), scratch(torch.float32, num_rows)
     masses = scratch(torch.int64, 2, num_rows, num_programs, 16)
     counts = scratch(torch.int32, 2, num_rows, num_programs, 16)
@@ -204,17 +205,17 @@ def _filter(logits: Tensor, params: SamplingTensors) -> _Cuts:
     rounds: dict[str, Any] = {"PROGRAMS": next_power_of_2(num_programs), "CAPACITY": _CAPACITY}
     options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
-    grid, block = (num_rows, num_programs), min(_GATHER_BLOCK, GROUPS_A_PROGRAM * group)
+    grid, block = (num_rows, num_programs), max(group, min(_GATHER_BLOCK, GROUPS_A_PROGRAM * group))
     maxima_kernel[grid](logits, *filters, maxima, *sizes, shape.num_groups, GROUP=group, **options)
     bound_kernel[(num_rows,)](
-        *filters, maxima, sorted_groups, lows, largests, lengths, vocab_size, shape.num_groups,
+        *filters, maxima, front_groups, lows, largests, lengths, vocab_size, shape.num_groups,
         MOST_GROUPS=most_groups, **options,
     )  # fmt: skip
-    found = (sorted_groups, lows, largests, masses, counts)
+    found = (front_groups, lows, largests, masses, counts)
     for number in range(2):
         round_kernel[grid](
             logits, *filters, *found, *sizes, number,
-            MOST_GROUPS=most_groups, GROUP=group, BLOCK=min(_ROUND_BLOCK, block), **rounds,
+            MOST_GROUPS=most_groups, GROUP=group, BLOCK=max(group, min(_ROUND_BLOCK, block)), **rounds,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     gather_kernel[grid](

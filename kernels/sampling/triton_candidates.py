@@ -7,7 +7,7 @@ whose maximum reaches a bound are read again. For top_p without top_k the bound 
 counts above 16 thresholds, then above 16 more between two of those.
 
 1. `maxima_kernel` reads the row once;
-2. `bound_kernel` sorts the maxima and says what to do with the row;
+2. `bound_kernel` finds the bound among the maxima and puts the groups that reach it in front of the others;
 3. `round_kernel` twice, of which the second has work only where the first left too many tokens;
 4. `gather_kernel` writes the list. Its order depends on which program comes first; nothing that reads it cares.
 """
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.sampling.triton_numbers import (
+    LEAST_KEY,
     key_of,
     load_x,
     mass_of,
@@ -88,13 +89,29 @@ def maxima_kernel(
 
 
 @triton.jit
+def _kth_largest(x, largest, k):
+    """The k-th largest of x, four bits of its key at a time."""
+    keys = key_of(x).to(tl.int64)
+    low = tl.full([], LEAST_KEY, tl.int64)
+    high = key_of(largest).to(tl.int64) + 1
+    lane = tl.arange(0, 16)
+    while high - low > 1:
+        step = (high - low + 15) // 16
+        thresholds = low + step * lane
+        counts = tl.sum((keys[None, :] >= thresholds[:, None]).to(tl.int32), axis=1)
+        low += step * tl.sum(((counts >= k) & (lane > 0)).to(tl.int64), axis=0)
+        high = tl.minimum(high, low + step)
+    return x_of_key(low.to(tl.int32))
+
+
+@triton.jit
 def bound_kernel(
     temperatures,  # [num_rows] float32
     top_ks,  # [num_rows] int32
     top_ps,  # [num_rows] float32
     min_ps,  # [num_rows] float32
     maxima,  # [num_rows, num_groups] float32
-    sorted_groups,  # [num_rows, MOST_GROUPS] int64, written: (key of the maximum, group), the largest first
+    front_groups,  # [num_rows, MOST_GROUPS] int64, written: (key of the maximum, group), those that reach the low first
     lows,  # [num_rows] float32, written: nothing below it is kept
     largests,  # [num_rows] float32, written
     list_lengths,  # [num_rows] int32, written: 0
@@ -108,8 +125,6 @@ def bound_kernel(
         groups = tl.arange(0, MOST_GROUPS)
         x = tl.load(maxima + row * num_groups + groups, mask=groups < num_groups, other=float("-inf"))
         largest = tl.max(x, axis=0)
-        ordered = tl.sort(_packed(x, groups), descending=True)
-        tl.store(sorted_groups + row * MOST_GROUPS + groups, ordered)
         top_k = tl.load(top_ks + row)
         top_p = tl.load(top_ps + row)
         low = tl.full([], float("-inf"), tl.float32)
@@ -118,11 +133,14 @@ def bound_kernel(
             low = largest - (tl.log(tl.zeros([], tl.float32) + vocab_size) - tl.log(1.0 - top_p) + 1.0)
         elif (top_k > 0) & (top_k < vocab_size):
             if top_k <= num_groups:
-                found = tl.sum(tl.where(groups == top_k - 1, ordered, 0), axis=0)
-                low = _x_of(found)
+                low = _kth_largest(x, largest, top_k)
         else:
             # more than exp, log and the sums can be wrong by
             low = largest + tl.log(tl.load(min_ps + row)) - 0.01 - 1e-6 * tl.abs(largest)
+        is_front = (x >= low).to(tl.int32)
+        rank = tl.cumsum(is_front, axis=0)
+        place = tl.where(is_front == 1, rank - 1, tl.sum(is_front, axis=0) + groups - rank)
+        tl.store(front_groups + row * MOST_GROUPS + place, _packed(x, groups))
         tl.store(lows + row, low)
         tl.store(largests + row, largest)
         tl.store(list_lengths + row, 0)
@@ -182,7 +200,7 @@ def interval(
         low, high, above, count_above, count = _narrowed(
             thresholds, sums, _sums(counts, row, num_programs, PROGRAMS), target
         )
-    if NUM > 1:
+    if NUM > 1:  # noqa: SIM102  one is known to the compiler
         if count > CAPACITY:
             thresholds = _thresholds(low, high, largest, 1)
             sums = _sums(masses + round_stride, row, num_programs, PROGRAMS)
@@ -198,16 +216,17 @@ def interval(
 
 @triton.jit
 def _tile(logits_row, groups_row, start, vocab_size, temperature, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """(x, ids) of BLOCK tokens, `start` tokens after the first of the sorted groups."""
+    """(x, ids) of BLOCK tokens, `start` tokens after the first of `front_groups`."""
     places = start + tl.arange(0, BLOCK)
     ids = _group_of(tl.load(groups_row + places // GROUP)) * GROUP + places % GROUP
     return load_x(logits_row, ids, ids < vocab_size, temperature), ids
 
 
 @triton.jit
-def _best_of(groups_row, start, GROUP: tl.constexpr):
-    """The largest x of the group that stands `start` tokens after the first of the sorted ones: none after has more."""
-    return _x_of(tl.load(groups_row + start // GROUP))
+def _best_of(groups_row, start, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest x of the groups of the same tokens as `_tile`."""
+    groups = start // GROUP + tl.arange(0, BLOCK // GROUP)
+    return tl.max(_x_of(tl.load(groups_row + groups)), axis=0)
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -217,7 +236,7 @@ def round_kernel(
     top_ks,  # [num_rows] int32
     top_ps,  # [num_rows] float32
     min_ps,  # [num_rows] float32
-    sorted_groups,  # [num_rows, MOST_GROUPS] int64
+    front_groups,  # [num_rows, MOST_GROUPS] int64
     lows,  # [num_rows] float32
     largests,  # [num_rows] float32
     masses,  # [2, num_rows, num_programs, 16] int64; those of this round are written: of all at and above a threshold
@@ -249,13 +268,13 @@ def round_kernel(
             thresholds = _thresholds(low, high, largest, number)
             temperature = tl.load(temperatures + row)
             logits_row = logits + row * row_stride
-            groups_row = sorted_groups + row * MOST_GROUPS
+            groups_row = front_groups + row * MOST_GROUPS
             first = tl.program_id(1) * _PROGRAM_GROUPS * GROUP
             total = tl.zeros([BLOCK], tl.int64)
             mass_sums = tl.zeros([16, BLOCK], tl.int64)
             count_sums = tl.zeros([16, BLOCK], tl.int32)
             for start in range(first, first + _PROGRAM_GROUPS * GROUP, BLOCK):
-                is_above = _best_of(groups_row, start, GROUP) >= low
+                is_above = _best_of(groups_row, start, GROUP, BLOCK) >= low
                 if is_above or number == 0:
                     x, _ids = _tile(logits_row, groups_row, start, vocab_size, temperature, GROUP, BLOCK)
                     mass = mass_of(x, largest)
@@ -280,7 +299,7 @@ def gather_kernel(
     top_ks,  # [num_rows] int32
     top_ps,  # [num_rows] float32
     min_ps,  # [num_rows] float32
-    sorted_groups,  # [num_rows, MOST_GROUPS] int64
+    front_groups,  # [num_rows, MOST_GROUPS] int64
     lows,  # [num_rows] float32
     largests,  # [num_rows] float32
     masses,  # [2, num_rows, num_programs, 16] int64
@@ -313,11 +332,11 @@ def gather_kernel(
                 high = end
                 fits = count - count_above <= CAPACITY
         if fits:
-            groups_row = sorted_groups + row * MOST_GROUPS
+            groups_row = front_groups + row * MOST_GROUPS
             temperature = tl.load(temperatures + row)
             first = tl.program_id(1) * _PROGRAM_GROUPS * GROUP
             for start in range(first, first + _PROGRAM_GROUPS * GROUP, BLOCK):
-                if _best_of(groups_row, start, GROUP) >= low:
+                if _best_of(groups_row, start, GROUP, BLOCK) >= low:
                     places = start + tl.arange(0, BLOCK)
                     packed = tl.load(groups_row + places // GROUP)
                     ids = _group_of(packed) * GROUP + places % GROUP

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from kernels.sampling.triton_candidates import LISTED, PLAIN, ROUNDS, interval, kind_of
 from kernels.sampling.triton_numbers import (
-    LEAST_KEY,
     LEAST_ORDER,
     first_order,
     id_of_order,

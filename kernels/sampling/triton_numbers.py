@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Numbers that the sampler's kernels share: noise, scaled logits, and integers in whose order tokens are kept.
 
-An order is one int64 for (x descending, id ascending): a key in the order of x above ID_BITS bits that fall with the id.
+An order is an int64 for (x descending, id ascending): a key in the order of x, then ID_BITS bits that fall with the id.
 So "the first k" and "the shortest prefix" are each one number, ties included. Masses are integers as well: sums of them
 are exact, hence the same whoever adds them up in whatever order.
 """

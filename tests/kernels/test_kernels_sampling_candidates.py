@@ -1,0 +1,164 @@
+"""The Triton sampler looks for candidates in groups of ids: every way through it gives the reference's tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.backend import KernelBackend, SamplingTensors, select_backend
+from kernels.reference_backend import ReferenceBackend
+from tests.kernels.builders import sampling_tensors
+
+sampler = pytest.importorskip("kernels.sampling.triton", exc_type=ImportError)
+
+pytestmark = pytest.mark.stage0
+
+# of the rows of one batch: everything a request may ask for, and what makes the search hard
+FILTERS: dict[str, list[float]] = {
+    "temperature": [1.0, 0.0, 0.7, 1.3, 1.0, 1.0, 0.5, 1.0, 2.0, 1.0, 1e-5, 1.0],
+    "top_k": [0, 5, 50, 1, 0, 0, 700, 0, 40, 10**9, 20, 0],
+    "top_p": [1.0, 0.5, 0.9, 1.0, 0.95, 1e-9, 1.0, 0.0, 1.0, 0.3, 0.9, 0.9999999],
+    "min_p": [0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.2, 0.05, 0.01, 0.0, 0.0],
+}
+
+
+def _normal(rows: int, vocab: int) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * 2
+
+
+def _peaked(rows: int, vocab: int) -> Tensor:
+    return _normal(rows, vocab) + 12 * (torch.arange(vocab) % 311 == 7)
+
+
+def _rounded(rows: int, vocab: int) -> Tensor:
+    return _normal(rows, vocab).bfloat16().float()  # as models give them: hundreds of equal ones
+
+
+def _equal(rows: int, vocab: int) -> Tensor:
+    return torch.full((rows, vocab), -3.0)
+
+
+def _masked(rows: int, vocab: int) -> Tensor:
+    return _normal(rows, vocab).masked_fill(torch.arange(vocab) % 50 != vocab % 50 - 1, -math.inf)
+
+
+def _spoilt(rows: int, vocab: int) -> Tensor:
+    logits = _normal(rows, vocab)
+    logits[::2] = -math.inf
+    logits[1::4, vocab // 2] = math.nan
+    logits[3::4, vocab // 3] = math.inf
+    return logits
+
+
+def _two_values(rows: int, vocab: int) -> Tensor:
+    return torch.where(torch.arange(vocab) % 3 == 1, 0.0, -0.0).repeat(rows, 1)
+
+
+CONTENTS: Sequence[Callable[[int, int], Tensor]] = (_normal, _peaked, _rounded, _equal, _masked, _spoilt, _two_values)
+
+
+@pytest.fixture
+def backend(device: torch.device) -> KernelBackend:
+    return select_backend(device, "triton")
+
+
+def _batch(logits: Tensor, device: torch.device, seed: int = 0) -> tuple[Tensor, SamplingTensors]:
+    rows = len(logits)
+    return logits.to(device), sampling_tensors(device, rows, seed=range(seed, seed + rows), index=[3], **FILTERS)
+
+
+def _row(params: SamplingTensors, row: int) -> SamplingTensors:
+    return SamplingTensors(**{name: getattr(params, name)[row : row + 1] for name in params.__dataclass_fields__})
+
+
+@pytest.mark.parametrize("contents", CONTENTS)
+@pytest.mark.parametrize("vocab", [1, 2, 97, 640, 9001])
+def test_any_filter_over_any_logits_draws_the_token_of_the_reference(
+    backend: KernelBackend, device: torch.device, vocab: int, contents: Callable[[int, int], Tensor]
+) -> None:
+    logits, params = _batch(contents(12, vocab), device)
+    assert backend.sample(logits, params).tolist() == ReferenceBackend().sample(logits, params).tolist()
+
+
+@pytest.mark.parametrize("contents", [_normal, _rounded])
+@pytest.mark.parametrize("vocab", [50_257, 151_936])
+def test_vocabularies_of_models_draw_the_token_of_the_reference(
+    backend: KernelBackend, device: torch.device, vocab: int, contents: Callable[[int, int], Tensor]
+) -> None:
+    logits, params = _batch(contents(12, vocab), device)
+    assert backend.sample(logits, params).tolist() == ReferenceBackend().sample(logits, params).tolist()
+
+
+@pytest.mark.parametrize("capacity", [1, 4, 64, 512])
+@pytest.mark.parametrize("contents", CONTENTS)
+def test_rows_with_more_candidates_than_room_draw_the_same_tokens(
+    backend: KernelBackend,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    contents: Callable[[int, int], Tensor],
+    capacity: int,
+) -> None:
+    logits, params = _batch(contents(12, 1500), device)
+    wanted = backend.sample(logits, params).tolist()
+    monkeypatch.setattr(sampler, "_CAPACITY", capacity)
+    assert backend.sample(logits, params).tolist() == wanted
+
+
+@pytest.mark.parametrize("most_groups", [1, 8, 30])
+def test_a_top_k_beyond_the_number_of_groups_keeps_as_many(
+    backend: KernelBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch, most_groups: int
+) -> None:
+    logits = _normal(6, 3000).to(device)
+    params = sampling_tensors(device, 6, top_k=[31, 32, 33, 64, 65, 2999], top_p=[1.0, 0.8], seed=range(6))
+    wanted = ReferenceBackend().sample(logits, params).tolist()
+    monkeypatch.setattr(sampler, "_MOST_GROUPS", most_groups)
+    assert backend.sample(logits, params).tolist() == wanted
+    monkeypatch.setattr(sampler, "_CAPACITY", 16)
+    assert backend.sample(logits, params).tolist() == wanted
+
+
+@pytest.mark.parametrize("vocab", [97, 5000])
+def test_a_row_alone_draws_what_it_draws_among_others(backend: KernelBackend, device: torch.device, vocab: int) -> None:
+    logits, params = _batch(torch.cat([_normal(6, vocab), _rounded(6, vocab)]), device)
+    together = backend.sample(logits, params).tolist()
+    assert [int(backend.sample(logits[row : row + 1], _row(params, row))) for row in range(12)] == together
+    assert backend.sample(logits.repeat(2, 1), _doubled(params)).tolist() == together * 2
+
+
+def _doubled(params: SamplingTensors) -> SamplingTensors:
+    return SamplingTensors(**{name: getattr(params, name).repeat(2) for name in params.__dataclass_fields__})
+
+
+def test_scratch_memory_may_hold_anything_before(
+    backend: KernelBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, params = _batch(_rounded(12, 5000), device)
+    wanted = backend.sample(logits, params).tolist()
+    empty = torch.empty
+    for poison in (math.nan, -1, 0, 10**9):
+
+        def poisoned(*sizes: int, poison: float = poison, **keywords: torch.dtype) -> Tensor:
+            made = empty(*sizes, **keywords)
+            return made.fill_(poison if made.is_floating_point() or poison == poison else -(2**31))
+
+        monkeypatch.setattr(torch, "empty", poisoned)
+        tokens = backend.sample(logits, params)
+        monkeypatch.setattr(torch, "empty", empty)
+        assert tokens.tolist() == wanted
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 12}, {"top_p": 0.75}, {"min_p": 0.3}, {"top_k": 30, "top_p": 0.6}])
+@pytest.mark.parametrize("capacity", [8, 8192])
+def test_exactly_what_the_definition_keeps_can_be_drawn(
+    backend: KernelBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch, filters, capacity: int
+) -> None:
+    """Equal logits in pairs, so that filters end inside a tie; many seeds, of which each kept id is drawn by some."""
+    monkeypatch.setattr(sampler, "_CAPACITY", capacity)
+    logits = (torch.arange(48) * 7 % 48 // 2 * 0.02).repeat(400, 1)
+    params = sampling_tensors(device, 400, seed=range(400), **{name: [value] for name, value in filters.items()})
+    got = backend.sample(logits.to(device), params).tolist()
+    assert got == ReferenceBackend().sample(logits, params).tolist()
