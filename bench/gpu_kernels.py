@@ -36,7 +36,7 @@ DECODES: dict[str, list[int]] = {
 # Contexts, queries at the end of each, tokens of each.
 PREFILLS = {"4 x 1024": (4, 1024, 1024), "1 x 8192": (1, 8192, 8192), "2 x 2048 behind 6144": (2, 2048, 8192)}
 TOY_PREFILLS = {"2 x 20": (2, 20, 20), "1 x 5 behind 20": (1, 5, 25)}
-SAMPLED_ROWS, TOY_SAMPLED_ROWS = (1, 64, 256), (3,)
+SAMPLED_ROWS, TOY_SAMPLED_ROWS = (1, 8, 64, 256), (3,)
 VOCAB, TOY_VOCAB = 151_936, 500
 TOY_DECODES: dict[str, list[int]] = {"2 x 40": [40, 40], "ragged": [5, 300]}
 # Of Qwen3-8B: outputs, columns.

@@ -33,6 +33,7 @@ PLAIN = tl.constexpr(0)  # nothing to search: greedy, or no filter
 LISTED = tl.constexpr(1)  # the bound is known: top_k, or min_p alone
 ROUNDS = tl.constexpr(2)  # top_p without top_k
 
+COUNTED = tl.constexpr(1 << 52)  # one token in a sum that counts and weighs: it is of fewer than 2**11 tokens
 GROUPS_A_PROGRAM = 32
 _PROGRAM_GROUPS = tl.constexpr(GROUPS_A_PROGRAM)
 
@@ -271,8 +272,7 @@ def round_kernel(
             groups_row = front_groups + row * MOST_GROUPS
             first = tl.program_id(1) * _PROGRAM_GROUPS * GROUP
             total = tl.zeros([BLOCK], tl.int64)
-            mass_sums = tl.zeros([16, BLOCK], tl.int64)
-            count_sums = tl.zeros([16, BLOCK], tl.int32)
+            packed_sums = tl.zeros([16, BLOCK], tl.int64)
             for start in range(first, first + _PROGRAM_GROUPS * GROUP, BLOCK):
                 is_above = _best_of(groups_row, start, GROUP, BLOCK) >= low
                 if is_above or number == 0:
@@ -280,14 +280,13 @@ def round_kernel(
                     mass = mass_of(x, largest)
                     total += mass
                     if is_above:
-                        reaches = x[None, :] >= thresholds[:, None]
-                        mass_sums += tl.where(reaches, mass[None, :], 0)
-                        count_sums += reaches.to(tl.int32)
-            sums = tl.sum(mass_sums, axis=1)
+                        packed = (mass + COUNTED)[None, :]
+                        packed_sums += tl.where(x[None, :] >= thresholds[:, None], packed, 0)
+            sums = tl.sum(packed_sums % COUNTED, axis=1)
             lane = tl.arange(0, 16)
             place = (row * tl.num_programs(1) + tl.program_id(1)) * 16 + lane + number * round_stride
             tl.store(masses + place, tl.where(lane + number == 0, tl.sum(total, axis=0), sums))
-            counted = tl.sum(count_sums, axis=1)
+            counted = tl.sum((packed_sums // COUNTED).to(tl.int32), axis=1)
             # below the lowest real threshold not all was counted
             tl.store(counts + place, tl.where(lane + number == 0, CAPACITY + 1, counted))
 

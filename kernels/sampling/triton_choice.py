@@ -75,7 +75,7 @@ def _last_order(
 
 @triton.jit
 def _draw(list_row, length, least, largest, min_p, seed, choice, index, ID_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The id with the most x + noise of those in the list that are kept; the lowest of equal ones."""
+    """The id with the most x + noise of those in the list that are kept; the lowest of equal ones, 0 of none."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_ids = tl.full([BLOCK], 2147483647, tl.int32)
     for start in range(0, length, BLOCK):
@@ -90,7 +90,8 @@ def _draw(list_row, length, least, largest, min_p, seed, choice, index, ID_BITS:
         is_better = kept & ((values > best) | ((values == best) & (ids < best_ids)))
         best = tl.where(is_better, values, best)
         best_ids = tl.where(is_better, ids, best_ids)
-    return tl.min(tl.where(best == tl.max(best, axis=0), best_ids, 2147483647), axis=0)
+    found = tl.min(tl.where(best == tl.max(best, axis=0), best_ids, 2147483647), axis=0)
+    return tl.where(found == 2147483647, 0, found)
 
 
 @triton.jit
