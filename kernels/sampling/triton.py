@@ -38,7 +38,7 @@ _LEAST_GROUP = 64  # ids: a program has 32 groups, and is to be worth its start
 _CAPACITY = 8192  # candidates of a row
 _GATHER_BLOCK = 4096  # ids per iteration
 # Ids, and candidates, per iteration: sixteen sums for each of them stay in registers. Any number gives the same bits.
-_ROUND_BLOCK, _CHOICE_BLOCK = (4096, 4096) if INTERPRETED else (256, 512)
+_ROUND_BLOCK, _CHOICE_BLOCK = (4096, 4096) if INTERPRETED else (256, 256)
 
 
 @triton.jit

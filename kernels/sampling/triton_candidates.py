@@ -165,7 +165,7 @@ def _sums(values, row, num_programs, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def _at(values, lane):
+def at_lane(values, lane):
     """values [16] -> the one of the lane, 0 for lane 16."""
     return tl.sum(tl.where(tl.arange(0, 16) == lane, values, 0), axis=0)
 
@@ -179,7 +179,7 @@ def _narrowed(thresholds, masses, counts, target):
     reached = tl.sum(((masses >= target) & (lane > 0)).to(tl.int32), axis=0)
     low = tl.max(tl.where(lane <= reached, thresholds, float("-inf")), axis=0)
     high = tl.min(tl.where(lane > reached, thresholds, float("inf")), axis=0)
-    return low, high, _at(masses, reached + 1), _at(counts, reached + 1), _at(counts, reached)
+    return low, high, at_lane(masses, reached + 1), at_lane(counts, reached + 1), at_lane(counts, reached)
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def interval(
     if NUM > 0:
         thresholds = _thresholds(low, high, largest, 0)
         sums = _sums(masses, row, num_programs, PROGRAMS)
-        target = share_of(_at(sums, 0), top_p)
+        target = share_of(at_lane(sums, 0), top_p)
         low, high, above, count_above, count = _narrowed(
             thresholds, sums, _sums(counts, row, num_programs, PROGRAMS), target
         )

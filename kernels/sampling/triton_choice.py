@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.sampling.triton_candidates import LISTED, PLAIN, ROUNDS, interval, kind_of
+from kernels.sampling.triton_candidates import LISTED, PLAIN, ROUNDS, at_lane, interval, kind_of
 from kernels.sampling.triton_numbers import (
     LEAST_ORDER,
     first_order,
@@ -55,21 +55,30 @@ def _last_order(
     list_row, length, logits_row, vocab_size, temperature, is_listed, largest, by_mass,
     least, low, high, above, target, ID_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest order c in [low, high) with above + weights(orders >= c and >= least) >= target, or low: found four
-    bits at a time. `above` is the weight of what is not among the orders looked at."""
+    """A number c in [low, high) such that orders >= c are the fewest, from the front, with above + their weights >=
+    target; low if there are none. Found four bits at a time, until one order is left between what is too little and
+    what is enough. Orders below `least` count for nothing; `above` is the weight of what is not looked at."""
     size = tl.where(is_listed, length, vocab_size)
     lane = tl.arange(0, 16)
-    while high - low > 1:
+    count_low = tl.full([], 2147483647, tl.int32)
+    count_high = tl.full([], 0, tl.int32)
+    while (high - low > 1) & (count_low - count_high > 1):
         step = (high - low + 15) // 16
         thresholds = low + step * lane
         sums = tl.zeros([16], tl.int64)
+        counts = tl.zeros([16], tl.int32)
         for start in range(0, size, BLOCK):
             orders = _orders(list_row, length, logits_row, vocab_size, temperature, is_listed, start, ID_BITS, BLOCK)
             weights = _weights(orders, least, largest, by_mass, ID_BITS)
-            sums += tl.sum(tl.where(orders[None, :] >= thresholds[:, None], weights[None, :], 0), axis=1)
-        reached = tl.sum(((above + sums >= target) & (lane > 0) & (thresholds < high)).to(tl.int64), axis=0)
+            reaches = orders[None, :] >= tl.maximum(thresholds, least)[:, None]
+            sums += tl.sum(tl.where(reaches, weights[None, :], 0), axis=1)
+            counts += tl.sum(reaches.to(tl.int32), axis=1)
+        reached = tl.sum(((above + sums >= target) & (lane > 0) & (thresholds < high)).to(tl.int32), axis=0)
         low += step * reached
-        high = tl.minimum(high, low + step)
+        count_low = at_lane(counts, reached)
+        if low + step < high:
+            high = low + step
+            count_high = at_lane(counts, reached + 1)
     return low
 
 
