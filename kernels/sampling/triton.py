@@ -225,6 +225,6 @@ def _filter(logits: Tensor, params: SamplingTensors) -> _Cuts:
     choice_kernel[(num_rows,)](
         logits, *filters, params.seed, params.choice, params.index, lows, largests, masses, counts, lists, lengths,
         cuts.last_keys, cuts.last_ids, cuts.tokens, *sizes, num_programs,
-        ID_BITS=shape.id_bits, BLOCK=_CHOICE_BLOCK, **rounds, **options,
+        ID_BITS=shape.id_bits, BLOCK=_CHOICE_BLOCK, **rounds, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return cuts

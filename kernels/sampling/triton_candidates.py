@@ -90,17 +90,26 @@ def maxima_kernel(
 
 
 @triton.jit
-def _kth_largest(x, largest, k):
-    """The k-th largest of x, four bits of its key at a time."""
+def at_lane(values, lane):
+    """values [16] -> the one of the lane, 0 for lane 16."""
+    return tl.sum(tl.where(tl.arange(0, 16) == lane, values, 0), axis=0)
+
+
+@triton.jit
+def _reached_by(x, largest, k):
+    """A number that k of x reach, and more only where x are equal: found four bits of its key at a time."""
     keys = key_of(x).to(tl.int64)
     low = tl.full([], LEAST_KEY, tl.int64)
     high = key_of(largest).to(tl.int64) + 1
     lane = tl.arange(0, 16)
-    while high - low > 1:
+    count = k + 1
+    while (high - low > 1) & (count != k):
         step = (high - low + 15) // 16
         thresholds = low + step * lane
         counts = tl.sum((keys[None, :] >= thresholds[:, None]).to(tl.int32), axis=1)
-        low += step * tl.sum(((counts >= k) & (lane > 0)).to(tl.int64), axis=0)
+        reached = tl.sum(((counts >= k) & (lane > 0)).to(tl.int32), axis=0)
+        count = at_lane(counts, reached)
+        low += step * reached
         high = tl.minimum(high, low + step)
     return x_of_key(low.to(tl.int32))
 
@@ -134,7 +143,7 @@ def bound_kernel(
             low = largest - (tl.log(tl.zeros([], tl.float32) + vocab_size) - tl.log(1.0 - top_p) + 1.0)
         elif (top_k > 0) & (top_k < vocab_size):
             if top_k <= num_groups:
-                low = _kth_largest(x, largest, top_k)
+                low = _reached_by(x, largest, top_k)
         else:
             # more than exp, log and the sums can be wrong by
             low = largest + tl.log(tl.load(min_ps + row)) - 0.01 - 1e-6 * tl.abs(largest)
@@ -162,12 +171,6 @@ def _sums(values, row, num_programs, PROGRAMS: tl.constexpr):
     programs = tl.arange(0, PROGRAMS)
     places = (row * num_programs + programs)[:, None] * 16 + tl.arange(0, 16)[None, :]
     return tl.sum(tl.load(values + places, mask=programs[:, None] < num_programs, other=0), axis=0)
-
-
-@triton.jit
-def at_lane(values, lane):
-    """values [16] -> the one of the lane, 0 for lane 16."""
-    return tl.sum(tl.where(tl.arange(0, 16) == lane, values, 0), axis=0)
 
 
 @triton.jit
