@@ -65,14 +65,16 @@ def _last_order(
     while (high - low > 1) & (count_low - count_high > 1):
         step = (high - low + 15) // 16
         thresholds = low + step * lane
-        sums = tl.zeros([16], tl.int64)
-        counts = tl.zeros([16], tl.int32)
+        weight_sums = tl.zeros([16, BLOCK], tl.int64)
+        count_sums = tl.zeros([16, BLOCK], tl.int32)
         for start in range(0, size, BLOCK):
             orders = _orders(list_row, length, logits_row, vocab_size, temperature, is_listed, start, ID_BITS, BLOCK)
             weights = _weights(orders, least, largest, by_mass, ID_BITS)
             reaches = orders[None, :] >= tl.maximum(thresholds, least)[:, None]
-            sums += tl.sum(tl.where(reaches, weights[None, :], 0), axis=1)
-            counts += tl.sum(reaches.to(tl.int32), axis=1)
+            weight_sums += tl.where(reaches, weights[None, :], 0)
+            count_sums += reaches.to(tl.int32)
+        sums = tl.sum(weight_sums, axis=1)
+        counts = tl.sum(count_sums, axis=1)
         reached = tl.sum(((above + sums >= target) & (lane > 0) & (thresholds < high)).to(tl.int32), axis=0)
         low += step * reached
         count_low = at_lane(counts, reached)
