@@ -156,10 +156,11 @@ def run_child(options: argparse.Namespace) -> int:
             reports.send(SUPERVISOR_SCHEMA.encode(ChildFault(options.role, options.index, 1, "the disk is full")))
             reports.close()
             return 7
+        if options.role == ROLE_SCHEDULER:  # before it is ready: then it may be told to end at once
+            note(Path(options.log), name, "epoch", options.epoch, "group", options.group)
         if options.behave != "late":
             reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(options.role, options.index, options.epoch)))
         if options.role == ROLE_SCHEDULER:
-            note(Path(options.log), name, "epoch", options.epoch, "group", options.group)
             obey(bind_pull(context, run_dir.orders(0)), reports, stop)
         reports.close()
         while not stop.wait(0.05) or options.behave == "stubborn":
