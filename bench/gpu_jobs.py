@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from bench import workloads
 from bench.gpu_clock import Clock
 from bench.gpu_steps import NotDecodesError, Step, decode_gaps, decodes, longest_run, watched
 from novainfer import LLM, SamplingParams
@@ -21,20 +21,20 @@ _WORKER: Any = worker
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """So many sequences at once. least_input: prompts are between that and num_input tokens long, likewise outputs."""
+    """So many sequences at once. is_shared: they are those of `workloads.shared`, of at most these lengths."""
 
     sequences: int
     num_input: int
     num_output: int
-    least_input: int | None = None
+    is_shared: bool = False
 
 
-# The last is the workload that nano-vllm and mini-sglang report: lengths of 100 to 1024, seed 0.
+# By what is worth most, should the time not do for all. The second is what nano-vllm and mini-sglang report.
 JOBS: dict[str, Job] = {
-    "1 x (1024 -> 128)": Job(1, 1024, 128),
-    "64 x (1024 -> 128)": Job(64, 1024, 128),
     "256 x (1024 -> 1024)": Job(256, 1024, 1024),
-    "256 of 100 to 1024": Job(256, 1024, 1024, 100),
+    "256 of 100 to 1024": Job(256, 1024, 1024, is_shared=True),
+    "64 x (1024 -> 128)": Job(64, 1024, 128),
+    "1 x (1024 -> 128)": Job(1, 1024, 128),
 }
 TOY_JOBS: dict[str, Job] = {"2 x (6 -> 3)": Job(2, 6, 3)}
 _TOY_OPTIONS = {"device": "cpu", "kernel_backend": "triton", "max_model_len": 64, "num_blocks": 32, "max_num_seqs": 2,
@@ -76,7 +76,7 @@ def run_job(
             figures = {"seconds": whole, "tokens": tokens, "tokens_per_second": tokens / whole}
             figures |= {"start_seconds": loading.start, "after_weights_seconds": loading.after_weights}
             figures["graph_seconds"] = graph_seconds
-            if job.least_input is None:
+            if not job.is_shared:
                 try:
                     figures |= _steps_of(job, watch.steps(job.sequences), began, window)
                     figures |= decode_gaps(llm, requests(job, vocab, seed=3)[0], window, clock.wait)
@@ -131,12 +131,13 @@ class _Loading:
 
 def requests(job: Job, vocab: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
     """Random prompts, and how many tokens each shall get."""
-    rng = random.Random(seed)
-    least_output = job.num_output if job.least_input is None else job.least_input
-    lengths = [rng.randint(job.least_input or job.num_input, job.num_input) for _ in range(job.sequences)]
-    prompts = [[rng.randrange(min(vocab, 10_000)) for _ in range(length)] for length in lengths]
-    outputs = [rng.randint(least_output, job.num_output) for _ in range(job.sequences)]
-    return prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count) for count in outputs]
+    sizes = {"num_seqs": job.sequences, "seed": seed}
+    if job.is_shared:
+        items = workloads.shared(vocab, longest=job.num_input, **sizes)
+    else:
+        items = workloads.fixed(min(vocab, 10_000), num_input=job.num_input, num_output=job.num_output, **sizes)
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=item.max_tokens) for item in items]
+    return [item.prompt_token_ids for item in items], params
 
 
 def _run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:

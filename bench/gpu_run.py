@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from bench import report
 from bench.gpu_clock import Clock, Timing
 from bench.make_checkpoint import SHAPES, make_checkpoint
 
@@ -30,6 +31,8 @@ class Run:
     clock: Clock
     is_toy: bool
     shapes: tuple[str, ...]  # of the jobs' models
+    stages: list[str] = field(default_factory=list)  # that were asked for
+    output: str | None = None  # the file that gets all of this
     rows: list[dict[str, Any]] = field(default_factory=list)
     peak: dict[str, float] = field(default_factory=dict)
     deadline: float = float("inf")  # of time.monotonic()
@@ -54,6 +57,11 @@ class Run:
         shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
         note = f"  ({how})" if how else ""
         print(f"{time.strftime('%H:%M:%S')}  {stage:9}  {what:34}  {who:22}  {shown}{note}", flush=True)
+
+    def save(self) -> None:
+        """Write the table so far: what was measured is kept, whatever becomes of the rest."""
+        result = {"kind": "gpu", "toy": self.is_toy, "stages": self.stages, "peak": self.peak, "rows": self.rows}
+        report.write(result, self.output)
 
     def share(self, rate: float, peak: str) -> float:
         """Of what the device does at most; NaN where that was not measured."""

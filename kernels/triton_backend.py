@@ -78,8 +78,11 @@ class TritonBackend:
         self._device = device
 
     def is_exact(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
-        """If that was asked for. Not where numpy multiplies in the compiler's place: it goes by the number of rows."""
-        return self._exact and self._device.type == "cuda"
+        """If that was asked for, on Hopper: which instruction multiplies for which number of rows is known of no other
+        device. Nor where numpy multiplies in the compiler's place: it goes by the number of rows.
+        """
+        is_hopper = self._device.type == "cuda" and torch.cuda.get_device_capability(self._device) == (9, 0)
+        return self._exact and is_hopper
 
     def allocate_kv_cache(
         self,

@@ -206,3 +206,8 @@ def test_memory_for_some_sequences_alone_when_a_job_runs_then_it_has_no_figures_
     assert name == "two"
     assert figures["tokens_per_second"] > 0
     assert "step_ms" not in figures
+
+
+def test_the_fields_job_when_drawn_then_it_has_as_many_tokens_as_others_report() -> None:
+    prompts, params = gpu_jobs.requests(gpu_jobs.JOBS["256 of 100 to 1024"], 151_936)
+    assert (len(prompts), sum(one.max_tokens for one in params)) == (256, 133_966)
