@@ -203,9 +203,13 @@ def decode_once(rank: Rank) -> None:
     step.sample()
 
 
-def driver_bytes(max_rows: int, num_layers: int) -> int:
-    """About what the driver keeps of all graphs beside the memory that they work in."""
-    return len(graph_sizes(max_rows)) * num_layers * _DRIVER_BYTES
+def kept_bytes(max_rows: int, num_layers: int, max_blocks: int) -> int:
+    """About what all graphs keep beside the memory that they share: what the driver has of each, and block tables.
+
+    max_blocks: of a row.
+    """
+    sizes = graph_sizes(max_rows)
+    return len(sizes) * num_layers * _DRIVER_BYTES + 4 * sum(sizes) * max_blocks
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

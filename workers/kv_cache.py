@@ -118,11 +118,13 @@ def resolve_max_model_len(config: ServeConfig, max_position: int) -> int:
     return explicit or max_position
 
 
-def fit_cache(config: ServeConfig, max_position: int, bytes_per_block: int, budget: int) -> CacheSize:
+def fit_cache(
+    config: ServeConfig, max_position: int, bytes_per_block: int, budget: int, work_space: int = 0
+) -> CacheSize:
     """How many blocks to allocate, and how long a sequence may then be.
 
-    budget: bytes for this rank's cache; `--num-blocks` goes before it. Raises `ConfigError` with the bill if not even
-    one sequence of the explicitly configured length fits.
+    budget: bytes for this rank's cache; `--num-blocks` goes before it. work_space: what was left free for steps. Raises
+    `ConfigError` with the bill if not even one sequence of the explicitly configured length fits.
     """
     block_size = config.cache.block_size
     max_model_len = resolve_max_model_len(config, max_position)
@@ -139,8 +141,15 @@ def fit_cache(config: ServeConfig, max_position: int, bytes_per_block: int, budg
     raise ConfigError(
         f"one sequence of {max_model_len} tokens needs {needed} KV blocks of {bytes_per_block / 1024:.0f} KiB = "
         f"{needed * bytes_per_block / MIB:.0f} MiB, but there is room for {num_blocks} ({have}); "
-        "lower --max-model-len or give the cache more memory"
+        f"lower --max-model-len or give the cache more memory{_work_space_hint(work_space)}"
     )
+
+
+def _work_space_hint(work_space: int) -> str:
+    if not work_space:
+        return ""
+    words = "are left free for steps of the largest size, less with a lower --max-num-seqs or --enforce-eager"
+    return f" ({work_space / MIB:.0f} MiB of it {words})"
 
 
 def cpu_budget(config: ServeConfig, ranks_on_host: int) -> int:

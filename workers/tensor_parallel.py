@@ -36,8 +36,10 @@ class TensorParallel:
         """device: where this rank's tensors are; in_order: sums are taken in rank order."""
         self.rank = rank
         self.world_size = world_size
-        # a + b has one order only.
-        self.adds_in_order = in_order or world_size <= 2
+        self.adds_in_order = in_order or world_size == 1
+        # a + b has one order, so two ranks need no more than gloo's sum. NCCL has several ways to add two numbers, the
+        # network's own among them, and none says how it rounds.
+        self._gathers = in_order and (world_size > 2 or device.type != "cpu")
         self._group = group  # None: one rank, torch.distributed is not used
         self._device = device
 
@@ -81,7 +83,7 @@ class TensorParallel:
         """The sum over the ranks, the same bits on each; x may be overwritten. Raises `PeerLostError`, as all below."""
         if self.world_size == 1:
             return x
-        if self.world_size == 2 or not self.adds_in_order:
+        if not self._gathers:
             with _peers():
                 dist.all_reduce(x, group=self._group)
             return x

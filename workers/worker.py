@@ -30,7 +30,7 @@ from novainfer.mode import Mode
 from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.checkpoint import find_checkpoint
-from workers.decode_graphs import Rank, cuda_recorder, decode_once, driver_bytes
+from workers.decode_graphs import Rank, cuda_recorder, decode_once, is_out_of_memory, kept_bytes
 from workers.fingerprint import checksum_of, fingerprint
 from workers.kv_cache import (
     CacheSize,
@@ -59,6 +59,7 @@ STAGE_WEIGHTS = "weights"
 STAGE_KV_CACHE = "kv cache"
 STAGE_WARM_UP = "warm-up"
 _WARM_UP_TOKENS = 32
+_GPU_WARM_UP_TOKENS = 128  # so many that what long prompts take is compiled
 _WARM_UP_PARAMS = SamplingParams(seed=0, top_p=0.9, logprobs=0)
 _FINGERPRINT_PARAMS = replace(_WARM_UP_PARAMS, logprobs=8)
 _FINGERPRINT_STRIDE = 7919  # from one token's id to the next one's: they lie far apart
@@ -132,7 +133,8 @@ class Worker:
         record = cuda_recorder(device) if has_graphs(config, model, device) else None
         runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache, record)
         progress(STAGE_WARM_UP, 0, 1)
-        num_tokens = min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 2)
+        most = _WARM_UP_TOKENS if device.type == "cpu" else _GPU_WARM_UP_TOKENS
+        num_tokens = min(most, limits.max_num_batched_tokens, limits.max_model_len - 2)
         if any(result.bad_rows for result in _run_dummy(runner, [0] * num_tokens, _WARM_UP_PARAMS)):
             raise ConfigError(_why_not_finite(config.model))
         info = ExecutorInfo(
@@ -242,8 +244,14 @@ def _size_cache(
         return fit_cache(config, max_position, per_block, cpu_budget(config, tp.world_size))
     if config.cache.kv_cache_memory_mib is not None:
         return fit_cache(config, max_position, per_block, config.cache.kv_cache_memory_mib * MIB)
-    needed = _work_space(config, model, kernels, tp, device)
-    return fit_cache(config, max_position, per_block, gpu_budget(config, device, needed))
+    try:
+        needed = _work_space(config, model, kernels, tp, device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        words = "beside the weights the GPU has no memory for steps of the largest size; lower --max-num-seqs,"
+        raise ConfigError(f"{words} --max-num-batched-tokens or --max-model-len") from error
+    return fit_cache(config, max_position, per_block, gpu_budget(config, device, needed), needed)
 
 
 def _work_space(
@@ -265,7 +273,7 @@ def _work_space(
     sampling_bytes = _SAMPLING_COPIES * 4 * rows * model.spec.vocab_size
     needed = prompt_bytes + max(sampling_bytes, decode_bytes)
     if has_graphs(config, model, device):  # they have memory of their own
-        needed += decode_bytes + driver_bytes(rows, model.spec.num_layers)
+        needed += decode_bytes + kept_bytes(rows, model.spec.num_layers, states.block_table.shape[1])
     return needed
 
 

@@ -17,7 +17,7 @@ from novainfer.errors import ConfigError
 from tests.builders import CPU
 from tests.parity.builders import build_checkpoint
 from workers import kv_cache, worker
-from workers.decode_graphs import driver_bytes
+from workers.decode_graphs import graph_sizes, kept_bytes
 from workers.kv_cache import CacheSize, KVCache, cpu_budget, fit_cache, gpu_budget, peak_bytes
 from workers.models.loader import load_model
 from workers.tensor_parallel import TensorParallel
@@ -117,9 +117,29 @@ def test_what_steps_need_when_measured_then_prompts_and_decodes_count_and_graphs
     kernels, tp = select_backend(CPU), TensorParallel.single()
     model = load_model(given.model, tp=tp, kernels=kernels, device=CPU)
     assert 4 * 4 * 4 * model.spec.vocab_size < 1_000_000  # what sampling may need is less
-    graphs = 1_000_000 + driver_bytes(4, model.spec.num_layers) if is_recorded else 0
+    graphs = 1_000_000 + kept_bytes(4, model.spec.num_layers, 64 // 16) if is_recorded else 0
     assert worker._work_space(given, model, kernels, tp, CPU) == 5000 + 1_000_000 + graphs
-    assert driver_bytes(8, 10) > driver_bytes(4, 10) > driver_bytes(4, 5) > 0
+    assert kept_bytes(8, 10, 4) > kept_bytes(4, 10, 4) > kept_bytes(4, 5, 4) > 0
+    assert kept_bytes(4, 5, 104) - kept_bytes(4, 5, 4) == 4 * 100 * sum(graph_sizes(4))
+
+
+def test_steps_when_a_gpu_has_no_memory_for_them_then_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work_space(*_: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(worker, "_work_space", work_space)
+    spec = ModelConfig(model=str(build_checkpoint("qwen3", tmp_path / "model")), max_model_len=64)
+    kernels, tp = select_backend(CPU), TensorParallel.single()
+    model = load_model(spec, tp=tp, kernels=kernels, device=CPU)
+    with pytest.raises(ConfigError, match="no memory for steps of the largest size; lower --max-num-seqs"):
+        worker._size_cache(config(64), model, kernels, tp, torch.device("cuda"))
+
+
+def test_room_when_steps_take_it_then_the_bill_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"\(3 MiB of it are left free for steps .* or --enforce-eager\)"):
+        fit_cache(config(max_model_len=128), 128, BLOCK_BYTES, 0, 3 * MIB)
 
 
 def test_a_peak_when_measured_then_what_is_kept_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,19 +46,21 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "in_order", "asked", "adds_in_order"),
+    ("world_size", "device", "in_order", "asked", "adds_in_order"),
     [
-        (1, False, [], True),
-        (2, False, ["all_reduce"], True),
-        (2, True, ["all_reduce"], True),
-        (3, False, ["all_reduce"], False),
-        (3, True, ["all_gather"], True),
+        (1, "meta", False, [], True),
+        (2, "cpu", True, ["all_reduce"], True),
+        (2, "meta", False, ["all_reduce"], False),
+        (2, "meta", True, ["all_gather"], True),
+        (3, "cpu", True, ["all_gather"], True),
+        (3, "meta", False, ["all_reduce"], False),
+        (3, "meta", True, ["all_gather"], True),
     ],
 )
 def test_sums_when_their_order_is_free_then_the_library_takes_them(
-    world_size: int, in_order: bool, asked: list[str], adds_in_order: bool, library: Library
+    world_size: int, device: str, in_order: bool, asked: list[str], adds_in_order: bool, library: Library
 ) -> None:
-    tp = TensorParallel(0, world_size, None, in_order=in_order)
+    tp = TensorParallel(0, world_size, None, torch.device(device), in_order=in_order)  # meta: in a GPU's place
     tp.all_reduce(torch.ones(2))
     assert [name for name, _ in library.asked] == asked
     assert tp.adds_in_order == adds_in_order
