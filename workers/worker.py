@@ -271,7 +271,7 @@ def _work_space(
         # Contexts may be as long as they can be: so are the partial results of decode attention.
         decode_bytes = peak_bytes(device, lambda: decode_once(Rank(model, kernels, tp, states, cache)))
     sampling_bytes = _SAMPLING_COPIES * 4 * rows * model.spec.vocab_size
-    needed = prompt_bytes + max(sampling_bytes, decode_bytes)
+    needed = prompt_bytes + max(sampling_bytes, decode_bytes) + states.token_ids.nbytes + states.block_table.nbytes
     if has_graphs(config, model, device):  # they have memory of their own
         needed += decode_bytes + kept_bytes(rows, model.spec.num_layers, states.block_table.shape[1])
     return needed

@@ -118,7 +118,8 @@ def test_what_steps_need_when_measured_then_prompts_and_decodes_count_and_graphs
     model = load_model(given.model, tp=tp, kernels=kernels, device=CPU)
     assert 4 * 4 * 4 * model.spec.vocab_size < 1_000_000  # what sampling may need is less
     graphs = 1_000_000 + kept_bytes(4, model.spec.num_layers, 64 // 16) if is_recorded else 0
-    assert worker._work_space(given, model, kernels, tp, CPU) == 5000 + 1_000_000 + graphs
+    rows = 4 * 4 * (64 + 64 // 16)  # tokens and block tables
+    assert worker._work_space(given, model, kernels, tp, CPU) == 5000 + 1_000_000 + rows + graphs
     assert kept_bytes(8, 10, 4) > kept_bytes(4, 10, 4) > kept_bytes(4, 5, 4) > 0
     assert kept_bytes(4, 5, 104) - kept_bytes(4, 5, 4) == 4 * 100 * sum(graph_sizes(4))
 
