@@ -80,6 +80,7 @@ def maxima_kernel(
     num_groups,
     GROUP: tl.constexpr,
 ):
+    """The largest x of each group of a row. GROUPS_A_PROGRAM groups a program."""
     row = tl.program_id(0).to(tl.int64)
     if kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size) != PLAIN:
         groups = tl.program_id(1) * _PROGRAM_GROUPS + tl.arange(0, _PROGRAM_GROUPS)
@@ -129,6 +130,7 @@ def bound_kernel(
     num_groups,
     MOST_GROUPS: tl.constexpr,
 ):
+    """The bound of a row, and its groups in the order of who reaches it. One program a row."""
     row = tl.program_id(0).to(tl.int64)
     kind = kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size)
     if kind != PLAIN:
@@ -254,6 +256,7 @@ def round_kernel(
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Masses and counts above 16 thresholds, of the groups of one program."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.load(largests + row)  # not written for a plain row, and not used then
     kind = kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size)
@@ -317,6 +320,7 @@ def gather_kernel(
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The candidates of the groups of one program, behind those of others."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.load(largests + row)
     kind = kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size)

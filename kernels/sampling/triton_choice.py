@@ -106,6 +106,19 @@ def _draw(list_row, length, least, largest, min_p, seed, choice, index, ID_BITS:
 
 
 @triton.jit
+def _wanted_mass(
+    list_row, length, logits_row, vocab_size, temperature, is_listed, largest, cut, top_p, ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the kept must reach, of all that the cut has left."""
+    total = tl.full([], 0, tl.int64)
+    for start in range(0, tl.where(is_listed, length, vocab_size), BLOCK):
+        orders = _orders(list_row, length, logits_row, vocab_size, temperature, is_listed, start, ID_BITS, BLOCK)
+        total += tl.sum(_weights(orders, cut, largest, True, ID_BITS), axis=0)
+    return share_of(total, top_p)
+
+
+@triton.jit
 def choice_kernel(
     logits,  # [num_rows, vocab_size] float32
     temperatures,  # [num_rows] float32
@@ -132,6 +145,7 @@ def choice_kernel(
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Where the kept of a row end, and its token, if the list has them all. One program a row."""
     row = tl.program_id(0).to(tl.int64)
     kind = kind_of(row, temperatures, top_ks, top_ps, min_ps, vocab_size)
     cut = tl.full([], LEAST_ORDER, tl.int64)
@@ -148,40 +162,34 @@ def choice_kernel(
             list_row = lists + row * CAPACITY
             length = tl.load(list_lengths + row)
             low = tl.load(lows + row)
-            end = first_order(key_of(largest), ID_BITS) + (1 << ID_BITS)
-            high = end
+            high = first_order(key_of(largest), ID_BITS) + (1 << ID_BITS)
             above = tl.full([], 0, tl.int64)
             total = tl.full([], 0, tl.int64)
             is_listed = length <= CAPACITY
             is_whole = is_listed
-            has_top_k = (top_k > 0) & (top_k < vocab_size)
             if kind == ROUNDS:
                 round_stride = tl.num_programs(0).to(tl.int64) * num_programs * 16
                 low, high_x, mass_above, count_above, count, total = interval(
                     row, low, largest, top_p, masses, counts, round_stride, num_programs, 2, PROGRAMS, CAPACITY
                 )
                 is_whole = count <= CAPACITY
-                if is_whole == 0:
-                    is_listed = count - count_above <= CAPACITY
+                is_listed = is_whole | (count - count_above <= CAPACITY)
                 if (is_whole == 0) & (high_x < float("inf")):
                     high = first_order(key_of(high_x), ID_BITS)
                     if is_listed:
                         above = mass_above
             first = first_order(key_of(low), ID_BITS)
-            size = tl.where(is_listed, length, vocab_size)
-            if has_top_k & ((length > top_k) | (is_listed == 0)):
+            if (top_k > 0) & (top_k < vocab_size) & ((length > top_k) | (is_listed == 0)):
                 cut = _last_order(
                     list_row, length, logits_row, vocab_size, temperature, is_listed, largest, False,
                     cut, first, high, above, top_k.to(tl.int64), ID_BITS, BLOCK,
                 )  # fmt: skip
             if top_p < 1.0:
                 if kind == LISTED:
-                    for start in range(0, size, BLOCK):
-                        orders = _orders(
-                            list_row, length, logits_row, vocab_size, temperature, is_listed, start, ID_BITS, BLOCK
-                        )
-                        total += tl.sum(_weights(orders, cut, largest, True, ID_BITS), axis=0)
-                    total = share_of(total, top_p)
+                    total = _wanted_mass(
+                        list_row, length, logits_row, vocab_size, temperature, is_listed, largest, cut, top_p,
+                        ID_BITS, BLOCK,
+                    )  # fmt: skip
                     first = tl.maximum(first, cut)
                 cut = _last_order(
                     list_row, length, logits_row, vocab_size, temperature, is_listed, largest, True,
