@@ -35,8 +35,7 @@ from kernels.paged_attention.triton_prefill import prefill_attention
 from kernels.prompt_lookup.reference import find_drafts
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rotary.triton import rotary
-from kernels.sampling.reference import without_bad_rows
-from kernels.sampling.triton import sample
+from kernels.sampling.triton import choose, sample
 from kernels.triton_launch import INTERPRETED, next_power_of_2
 
 
@@ -249,7 +248,8 @@ class TritonBackend:
 
     def choose(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
         """Token ids, and which rows are bad."""
-        return without_bad_rows(logits, self.sample(logits, params))
+        checks.check_sampling(logits, params)
+        return choose(logits, params)
 
 
 def _check_caches(like: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:

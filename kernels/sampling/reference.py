@@ -83,7 +83,6 @@ def _kept_ids(x: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
 
 def without_bad_rows(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """What `KernelBackend.choose` gives for logits [B, V] of which token_ids [B] were sampled; on their device."""
-    sums = logits.sum(dim=1)  # hands on NaN and +inf, while -inf for some ids is a legal mask
-    best = logits.gather(1, token_ids[:, None])[:, 0]
-    is_bad = ~(sums < math.inf) | (best == -math.inf)
+    tops = logits.masked_fill(logits.isnan(), math.inf).amax(dim=1)  # -inf for some ids is a legal mask
+    is_bad = tops.isinf()
     return token_ids.masked_fill(is_bad, 0), is_bad

@@ -5,8 +5,9 @@ None of the kernels waits for the host, and which are launched does not depend o
 1. five find which tokens top_k, top_p and min_p may keep (`triton_candidates`);
 2. one program per row cuts exactly, and draws if all that is kept was found (`triton_choice`): the usual case;
 3. of all other rows many programs add the noise to the kept logits and take the best of their slice;
-4. one program per row takes the best of the slices.
-Rows that ask for no filter leave 1 and 2 at once, those that are done leave 3 and 4. All sums are of integers, and the
+4. one program per row takes the best of the slices, and says whether the row was bad: whoever read all of it, 1 or 3,
+   has noted what it saw on the way.
+Rows that ask for no filter leave 1 and 2 at once, those that are done leave 3. All sums are of integers, and the
 maximum over (value, lowest id) in any order is the same: so a row's token depends neither on other rows nor on timing.
 """
 
@@ -29,7 +30,7 @@ from kernels.sampling.triton_candidates import (
     round_kernel,
 )
 from kernels.sampling.triton_choice import choice_kernel
-from kernels.sampling.triton_numbers import gumbel, key_of, load_x, noise_words
+from kernels.sampling.triton_numbers import gumbel, key_of, noise_words, scaled, top_of, without_nan
 from kernels.triton_launch import INTERPRETED, next_power_of_2
 
 _SLICE = 4096  # ids per program of the kernel that draws from the whole vocabulary
@@ -65,6 +66,7 @@ def _slice_kernel(
     tokens,  # [num_rows] int64: rows whose token is not negative are done
     best_values,  # [num_rows, num_slices] float32, written
     best_ids,  # [num_rows, num_slices] int32, written
+    tops,  # [num_rows, num_slices] float32, written: see `top_of`
     row_stride,
     vocab_size,
     SLICE: tl.constexpr,
@@ -74,11 +76,11 @@ def _slice_kernel(
         groups = tl.program_id(1) * (SLICE // 4) + tl.arange(0, SLICE // 4)
         ids = groups[:, None] * 4 + tl.arange(0, 4)[None, :]
         temperature = tl.load(temperatures + row)
-        logits_row = logits + row * row_stride
+        given = tl.load(logits + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf"))
         if temperature == 0.0:
-            values = load_x(logits_row, ids, ids < vocab_size, 1.0)
+            values = scaled(without_nan(given), 1.0)
         else:
-            values = load_x(logits_row, ids, ids < vocab_size, temperature)
+            values = scaled(without_nan(given), temperature)
             keys = key_of(values)
             last_key = tl.load(last_keys + row)
             kept = (keys > last_key) | ((keys == last_key) & (ids <= tl.load(last_ids + row)))
@@ -92,24 +94,43 @@ def _slice_kernel(
         slot = row * tl.num_programs(1) + tl.program_id(1)
         tl.store(best_values + slot, best)
         tl.store(best_ids + slot, tl.min(tl.min(tied_ids, axis=1), axis=0))
+        tl.store(tops + slot, top_of(given))
 
 
 @triton.jit
 def _best_kernel(
     best_values,  # [num_rows, num_slices] float32
     best_ids,  # [num_rows, num_slices] int32
+    slice_tops,  # [num_rows, num_slices] float32, of rows whose token is negative
+    tops,  # [num_rows, num_programs] float32, of the others
     tokens,  # [num_rows] int64, changed where negative
+    is_bad,  # [num_rows] bool, written
     num_slices,
+    num_programs,
     BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ZERO: tl.constexpr,  # bad rows get token 0, whatever was drawn
 ):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(tokens + row) < 0:
+    token = tl.load(tokens + row)
+    if token < 0:
         slices = tl.arange(0, BLOCK)
         mask = slices < num_slices
         values = tl.load(best_values + row * num_slices + slices, mask=mask, other=float("-inf"))
         ids = tl.load(best_ids + row * num_slices + slices, mask=mask, other=2147483647)
         best = tl.max(values, axis=0)
-        tl.store(tokens + row, tl.min(tl.where(values == best, ids, 2147483647), axis=0).to(tl.int64))
+        token = tl.min(tl.where(values == best, ids, 2147483647), axis=0).to(tl.int64)
+        seen = tl.load(slice_tops + row * num_slices + slices, mask=mask, other=float("-inf"))
+        top = tl.max(seen, axis=0)
+    else:
+        programs = tl.arange(0, PROGRAMS)
+        places = tops + row * num_programs + programs
+        top = tl.max(tl.load(places, mask=programs < num_programs, other=float("-inf")), axis=0)
+    bad = (top == float("inf")) | (top == float("-inf"))
+    if ZERO:
+        token = tl.where(bad, 0, token)
+    tl.store(tokens + row, token)
+    tl.store(is_bad + row, bad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +168,25 @@ class _Cuts(NamedTuple):
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """logits [B, V] float32 -> [B] int64 token ids."""
+    return _draw(logits, params, bad_is_zero=False)[0]
+
+
+def choose(logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+    """The same, and which rows are bad [B] bool: see `KernelBackend.choose`. No launch more than `sample` has."""
+    return _draw(logits, params, bad_is_zero=True)
+
+
+def _draw(logits: Tensor, params: SamplingTensors, *, bad_is_zero: bool) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
+    is_bad = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows == 0:
-        return torch.empty(0, dtype=torch.int64, device=logits.device)
-    cuts = _filter(logits, params)
-    num_slices = triton.cdiv(vocab_size, _SLICE)
+        return torch.empty(0, dtype=torch.int64, device=logits.device), is_bad
+    num_programs, num_slices = _Shape.of(vocab_size).num_programs, triton.cdiv(vocab_size, _SLICE)
+    tops = torch.empty(num_rows, num_programs, dtype=torch.float32, device=logits.device)
+    cuts = _filter(logits, params, tops)
     best_values = torch.empty(num_rows, num_slices, dtype=torch.float32, device=logits.device)
     best_ids = torch.empty(num_rows, num_slices, dtype=torch.int32, device=logits.device)
+    slice_tops = torch.empty(num_rows, num_slices, dtype=torch.float32, device=logits.device)
     _slice_kernel[(num_rows, num_slices)](
         logits,
         params.temperature,
@@ -164,6 +197,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
         *cuts,
         best_values,
         best_ids,
+        slice_tops,
         logits.stride(0),
         vocab_size,
         SLICE=_SLICE,
@@ -173,17 +207,26 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     _best_kernel[(num_rows,)](
         best_values,
         best_ids,
+        slice_tops,
+        tops,
         cuts.tokens,
+        is_bad,
         num_slices,
+        num_programs,
         BLOCK=next_power_of_2(num_slices),
+        PROGRAMS=next_power_of_2(num_programs),
+        ZERO=bad_is_zero,
         num_warps=1,
         enable_fp_fusion=False,
     )
-    return cuts.tokens
+    return cuts.tokens, is_bad
 
 
-def _filter(logits: Tensor, params: SamplingTensors) -> _Cuts:
-    """What top_k and top_p leave, and the tokens of rows that could be drawn from few candidates."""
+def _filter(logits: Tensor, params: SamplingTensors, tops: Tensor) -> _Cuts:
+    """What top_k and top_p leave, and the tokens of rows that could be drawn from few candidates.
+
+    tops [B, num_programs] float32 is written for rows that have a filter.
+    """
     num_rows, vocab_size = logits.shape
     shape = _Shape.of(vocab_size)
     group, most_groups, num_programs = shape.group, shape.most_groups, shape.num_programs
@@ -206,7 +249,7 @@ def _filter(logits: Tensor, params: SamplingTensors) -> _Cuts:
     options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
     grid, block = (num_rows, num_programs), max(group, min(_GATHER_BLOCK, GROUPS_A_PROGRAM * group))
-    maxima_kernel[grid](logits, *filters, maxima, *sizes, shape.num_groups, GROUP=group, **options)
+    maxima_kernel[grid](logits, *filters, maxima, tops, *sizes, shape.num_groups, GROUP=group, **options)
     bound_kernel[(num_rows,)](
         *filters, maxima, front_groups, lows, largests, lengths, vocab_size, shape.num_groups,
         MOST_GROUPS=most_groups, **options,

@@ -25,6 +25,7 @@ from kernels.sampling.triton_numbers import (
     order_of,
     scaled,
     share_of,
+    top_of,
     without_nan,
     x_of_key,
 )
@@ -75,6 +76,7 @@ def maxima_kernel(
     top_ps,  # [num_rows] float32
     min_ps,  # [num_rows] float32
     maxima,  # [num_rows, num_groups] float32, written: the largest x of each group
+    tops,  # [num_rows, num_programs] float32, written: see `top_of`
     row_stride,
     vocab_size,
     num_groups,
@@ -88,6 +90,7 @@ def maxima_kernel(
         given = tl.load(logits + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf"))
         largest = scaled(tl.max(without_nan(given), axis=1), tl.load(temperatures + row))
         tl.store(maxima + row * num_groups + groups, largest, mask=groups < num_groups)
+        tl.store(tops + row * tl.num_programs(1) + tl.program_id(1), top_of(given))
 
 
 @triton.jit

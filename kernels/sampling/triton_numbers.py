@@ -74,6 +74,12 @@ def without_nan(logits):
 
 
 @triton.jit
+def top_of(logits):
+    """The largest of [N, M], NaN as +inf: an infinity of either sign if, and only if, nothing may be drawn of them."""
+    return tl.max(tl.max(tl.where(logits == logits, logits, float("inf")), axis=1), axis=0)
+
+
+@triton.jit
 def scaled(logits, temperature):
     """x = logits / temperature, at most the largest finite number. It never falls where logits grow."""
     return tl.minimum(tl.div_rn(logits, temperature), 3.4028234663852886e38)

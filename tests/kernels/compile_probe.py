@@ -41,6 +41,7 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.bool: "*i1",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 _instructions: dict[str, set[str]] = {}
@@ -149,7 +150,7 @@ def _launch_everything(backend: TritonBackend) -> None:
     for scheme in (None, INT8, INT4, FLOAT8):
         backend.pack_linear(whole, None, scheme)(torch.zeros(200, 1104))
     sampling = sampling_tensors(cpu, 2)
-    backend.sample(torch.zeros(2, 9000), sampling)
+    backend.choose(torch.zeros(2, 9000), sampling)
     step, tokens = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     table = torch.zeros(2, 40, dtype=torch.int32)
     persistent = PersistentRows(table, table, torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64))
@@ -190,7 +191,7 @@ def _steps_of_many_sizes(backend: TritonBackend) -> None:
         backend.add_rms_norm(heads[:, 0].contiguous(), heads[:, 1].contiguous(), weight, 1e-6)
         backend.gate_up(layer, torch.zeros(tokens, 1104, dtype=dtype), "silu")
         layer(torch.zeros(tokens, 1104, dtype=dtype))
-        backend.sample(torch.zeros(num_seqs, 9000), sampling_tensors(cpu, num_seqs))
+        backend.choose(torch.zeros(num_seqs, 9000), sampling_tensors(cpu, num_seqs))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def full(*args: Any, **keywords: Any) -> torch.Tensor:
         out = empty(*args, **keywords)
-        return out.fill_(math.nan if out.is_floating_point() else torch.iinfo(out.dtype).max)
+        if out.is_floating_point():
+            return out.fill_(math.nan)
+        return out.fill_(True if out.dtype == torch.bool else torch.iinfo(out.dtype).max)
 
     monkeypatch.setattr(torch, "empty", full)

@@ -107,6 +107,36 @@ def test_rows_with_more_candidates_than_room_draw_the_same_tokens(
     assert backend.sample(logits, params).tolist() == ReferenceBackend().sample(logits, params).tolist()
 
 
+def _huge(rows: int, vocab: int) -> Tensor:
+    return torch.where(torch.arange(vocab) % 3 == 1, 3e38, 2.9e38).repeat(rows, 1)  # whose sum is not finite
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in divide")  # numpy's words for x beyond what is finite
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(  # rows that are drawn from the list, and with little room rows that are not
+    ("vocab", "place", "capacity"),
+    [(1, 0, 8192), (97, 96, 8192), (97, 0, 4), (4500, 0, 8192), (4500, 4499, 8192), (4500, 4200, 64)],
+)
+def test_any_filter_over_rows_that_are_not_finite_when_chosen_from_then_bad_and_the_others_as_sampled(
+    backend: KernelBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch, vocab: int, place: int, capacity: int
+) -> None:
+    monkeypatch.setattr(sampler, "_CAPACITY", capacity)
+    one_of_many = torch.arange(vocab) == place
+    spoilt = [_normal(12, vocab).masked_fill(one_of_many, value) for value in (math.nan, math.inf)]
+    spoilt += [
+        torch.full((12, vocab), -math.inf),
+        torch.full((12, vocab), -math.inf).masked_fill(one_of_many, math.nan),
+    ]
+    sound = [_normal(12, vocab), _huge(12, vocab), torch.full((12, vocab), -math.inf).masked_fill(one_of_many, -3.0)]
+    for is_wanted, kinds in ((True, spoilt), (False, sound)):
+        for rows in kinds:
+            logits, params = _batch(rows, device)
+            tokens, is_bad = backend.choose(logits, params)
+            assert is_bad.dtype == torch.bool
+            assert is_bad.tolist() == [is_wanted] * 12
+            assert tokens.tolist() == ([0] * 12 if is_wanted else ReferenceBackend().sample(logits, params).tolist())
+
+
 @pytest.mark.parametrize("most_groups", [1, 8, 30])
 def test_a_top_k_beyond_the_number_of_groups_keeps_as_many(
     backend: KernelBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch, most_groups: int
