@@ -25,6 +25,9 @@ Call = Callable[[], object]
 
 BLOCK = 16
 _MOST_SHAPES = 64
+_TEMPERATURE = 0.8
+# What rows ask of the sampler: top_k (0: all) and top_p. Top-p alone is what most clients send, and the dear way.
+FILTERS = {"temperature": (0, 1.0), "top-k and top-p": (50, 0.9), "top-p": (0, 0.95)}
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Call:
@@ -87,30 +90,35 @@ def flashinfer_decode(lengths: Sequence[int], heads: int, kv_heads: int, dim: in
     return partial(wrapper.run, query, caches)
 
 
-def sampler_calls(rows: int, vocab: int, device: torch.device, *, filtered: bool) -> dict[str, list[Call]]:
-    """Sampling from logits [rows, vocab] at temperature 0.8, filtered: top-k 50 and top-p 0.9; ours and by a sort."""
+def sampler_calls(rows: int, vocab: int, device: torch.device, filters: str) -> dict[str, list[Call]]:
+    """Sampling from logits [rows, vocab] with one of `FILTERS`: ours as a step calls it, which finds rows that
+    are not finite as well, and torch's, by a sort where there is a filter.
+    """
+    top_k, top_p = FILTERS[filters]
     logits = torch.randn(rows, vocab, device=device) * 3
 
     def full(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((rows,), value, dtype=dtype, device=device)
 
     params = SamplingTensors(
-        temperature=full(0.8, torch.float32),
-        top_k=full(50 if filtered else 0, torch.int32),
-        top_p=full(0.9 if filtered else 1.0, torch.float32),
+        temperature=full(_TEMPERATURE, torch.float32),
+        top_k=full(top_k, torch.int32),
+        top_p=full(top_p, torch.float32),
         min_p=full(0.0, torch.float32),
         seed=torch.arange(rows, device=device),
         choice=full(0, torch.int32),
         index=torch.arange(rows, device=device),
     )
+    is_filtered = top_k > 0 or top_p < 1.0
+    theirs = partial(_sample_by_sort, logits, _TEMPERATURE, top_k or vocab, top_p)
     return {
-        "novainfer": [partial(TritonBackend(device).sample, logits, params)],
-        "torch sort": [partial(_sample_by_sort, logits, 0.8, 50 if filtered else vocab, 0.9 if filtered else 1.0)],
+        "novainfer": [partial(TritonBackend(device).choose, logits, params)],
+        "torch sort" if is_filtered else "torch softmax": [theirs],
     }
 
 
 def _sample_by_sort(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """As servers that sort do it: [rows] int64."""
+    """As servers that sort do it, which need not where nothing is filtered: [rows] int64."""
     probabilities = torch.softmax(logits / temperature, dim=-1)
     if top_k < logits.shape[1] or top_p < 1.0:
         ordered, ids = probabilities.sort(dim=-1, descending=True)

@@ -30,7 +30,7 @@ from bench.gpu_kernels import (
     prefill_calls,
     row_calls,
 )
-from bench.gpu_peers import sampler_calls
+from bench.gpu_peers import FILTERS, sampler_calls
 from bench.gpu_run import Run
 
 Call = Callable[[], object]
@@ -85,13 +85,13 @@ def rows(run: Run) -> None:
 
 
 def sampler(run: Run) -> None:
-    """Sampling from whole vocabularies, plain and with top-k and top-p."""
+    """Sampling from whole vocabularies, plain, with top-k and top-p, and with top-p alone; bytes: logits read once."""
     for num_rows in TOY_SAMPLED_ROWS if run.is_toy else SAMPLED_ROWS:
-        for filtered in (False, True):
-            calls = sampler_calls(num_rows, TOY_VOCAB if run.is_toy else VOCAB, run.device, filtered=filtered)
+        for filters in FILTERS:
+            vocab = TOY_VOCAB if run.is_toy else VOCAB
+            calls = sampler_calls(num_rows, vocab, run.device, filters)
             for who, timing in run.clock.compare(calls).items():
-                name = f"{num_rows} rows, {'top-k and top-p' if filtered else 'temperature'}"
-                run.add_timing("sampler", name, who, timing)
+                _moved(run, "sampler", f"{num_rows} rows, {filters}", who, timing, 4 * num_rows * vocab)
 
 
 def gemm(run: Run) -> None:

@@ -38,7 +38,7 @@ def test_the_gpu_benchmark_when_rehearsed_then_every_stage_has_its_rows(tmp_path
     assert who["attention"] == {"novainfer", "novainfer, fp8 KV", "torch sdpa", "torch flex"}
     assert who["rows"] == {"novainfer", "novainfer, one launch", "novainfer, in parts", "torch"}
     assert who["prefill"] == {"novainfer", "novainfer deterministic", "torch sdpa", "torch flex"}
-    assert who["sampler"] == {"novainfer", "torch sort"}
+    assert who["sampler"] == {"novainfer", "torch sort", "torch softmax"}
     assert who["gemm"] == {"torch", *(f"novainfer{kind}" for kind in ("", " int8", " int4", " fp8"))}
     assert who["job"] == {"normal", "deterministic"}
     assert who["quantized"] == {"fp8"}
