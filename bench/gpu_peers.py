@@ -22,6 +22,7 @@ from kernels.backend import SamplingTensors
 from kernels.triton_backend import TritonBackend
 
 Call = Callable[[], object]
+Prompts = list[list[int]]
 
 BLOCK = 16
 _MOST_SHAPES = 64
@@ -128,22 +129,38 @@ def _sample_by_sort(logits: Tensor, temperature: float, top_k: int, top_p: float
     return torch.argmax(probabilities / torch.empty_like(probabilities).exponential_(), dim=-1)
 
 
-def transformers_seconds(folder: str, prompts: list[list[int]], num_output: int, device: torch.device) -> float:
-    """A job by transformers' continuous batching. Raises whatever it raises where it cannot do it."""
+def transformers_job(
+    folder: str, prompts: Prompts, others: Prompts, num_output: int, device: torch.device
+) -> tuple[float, str]:
+    """Seconds of a greedy job by transformers' continuous batching, and the name of the attention that it took.
+
+    Its manager, cache and graphs are there before, as ours are: made for a job with other prompts of the same shape.
+    Raises whatever it raises where it cannot do it.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     make_config: Any = GenerationConfig
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     model = model.to(device).eval()
     config = make_config(max_new_tokens=num_output, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    model.generate_batch(inputs=prompts[:1], generation_config=config, progress_bar=False)  # warms up
-    began = time.perf_counter()
-    outputs = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
-    seconds = time.perf_counter() - began
-    made = [len(output.generated_tokens) for output in outputs.values()]
+    model.generate_batch(inputs=others, generation_config=config, progress_bar=False, persistent_manager=True)
+    with model.continuous_batching_context_manager(generation_config=config, timeout=5) as manager:
+        attention = str(model.config._attn_implementation)  # the manager may have chosen another one
+        began = time.perf_counter()
+        manager.add_requests(inputs=prompts, max_new_tokens=num_output)
+        made: list[int] = []
+        while len(made) < len(prompts):
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                break
+            if result is not None and result.error is not None:
+                raise RuntimeError(str(result.error))
+            if result is not None and result.is_finished():
+                made.append(len(result.generated_tokens))
+        seconds = time.perf_counter() - began
     if made != [num_output] * len(prompts):
         raise RuntimeError(f"{sum(made)} tokens instead of {num_output} for each of {len(prompts)}")
-    return seconds
+    return seconds, attention
 
 
 def main() -> None:
@@ -155,10 +172,12 @@ def main() -> None:
         parser.add_argument(name, type=int, required=True)
     given = parser.parse_args()
     rng = random.Random(0)
-    prompts = [[rng.randrange(given.vocab) for _ in range(given.num_input)] for _ in range(given.sequences)]
-    seconds = transformers_seconds(given.folder, prompts, given.num_output, given.device)
+    prompts, others = (
+        [[rng.randrange(given.vocab) for _ in range(given.num_input)] for _ in range(given.sequences)] for _ in range(2)
+    )
+    seconds, attention = transformers_job(given.folder, prompts, others, given.num_output, given.device)
     tokens = given.sequences * given.num_output
-    print(json.dumps({"seconds": seconds, "tokens_per_second": tokens / seconds}))
+    print(json.dumps({"seconds": seconds, "tokens_per_second": tokens / seconds, "attention": attention}))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Run:
             raise SystemExit(f"{stage}: {what} failed ({done.returncode})")
         self.add(stage, what, "passed", seconds=time.perf_counter() - began)
 
-    def figures_of(self, command: Sequence[str], most_seconds: float) -> dict[str, float] | str:
+    def figures_of(self, command: Sequence[str], most_seconds: float) -> dict[str, Any] | str:
         """What a command prints as its last line, in JSON; else why there is nothing."""
         limit = min(self.seconds_left, most_seconds)
         try:
@@ -104,7 +104,7 @@ class Run:
             return f"left out: not done in {limit:.0f} s"
         if done.returncode:
             return f"left out: failed ({done.returncode})"
-        figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return figures
 
 
