@@ -166,11 +166,17 @@ def quantized(run: Run) -> None:
 
 def _jobs(run: Run, stage: str, shape: str, who: str, jobs: dict[str, Any], **options: Any) -> None:
     from bench.gpu_jobs import run_job
+    from bench.gpu_roofline import beside
+    from bench.make_checkpoint import SHAPES
+    from kernels.linear.schemes import SCHEMES
 
     if run.seconds_left < (0 if run.is_toy else _JOBS_SECONDS):
         run.add(stage, shape, f"{who}: the time is up")
         return
+    scheme = SCHEMES.get(options.get("quantization", ""))
     for name, figures in run_job(run.checkpoint(shape), jobs, run.clock, **options):
+        if "read" in run.peak:
+            figures |= beside(figures, jobs[name].sequences, SHAPES[shape], scheme, run.peak["read"])
         run.add(stage, f"{shape}: {name}", who, **figures)
         run.save()
         if run.seconds_left < (0 if run.is_toy else _JOBS_SECONDS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import tempfile
 import time
@@ -53,6 +54,7 @@ class Run:
         self._add(stage, what, who, timing.how, {"us": timing.median * 1e6, **figures})
 
     def _add(self, stage: str, what: str, who: str, how: str, figures: Mapping[str, float]) -> None:
+        figures = {name: value for name, value in figures.items() if not math.isnan(value)}  # what JSON does not have
         self.rows.append({"stage": stage, "what": what, "who": who, **({"how": how} if how else {}), **figures})
         shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
         note = f"  ({how})" if how else ""

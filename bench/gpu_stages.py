@@ -15,6 +15,7 @@ from bench.gpu_kernels import (
     PREFILLS,
     ROWS,
     SAMPLED_ROWS,
+    SCHEMES,
     TOKENS,
     TOY_DECODES,
     TOY_LAYERS,
@@ -31,6 +32,7 @@ from bench.gpu_kernels import (
     row_calls,
 )
 from bench.gpu_peers import FILTERS, sampler_calls
+from bench.gpu_roofline import matrix_bytes
 from bench.gpu_run import Run
 
 Call = Callable[[], object]
@@ -95,18 +97,21 @@ def sampler(run: Run) -> None:
 
 
 def gemm(run: Run) -> None:
-    """Linear layers of an 8B model: ours (whole, int8, int4, fp8) beside the vendor's."""
+    """Linear layers of an 8B model: ours (whole, int8, int4, fp8) beside the vendor's. Bytes are those of the weights
+    as they are held; the peak of products is that of bf16, for all of them.
+    """
+    schemes = {f"novainfer{name}": scheme for name, scheme in SCHEMES.items()}
     for layer, (outputs, columns) in (TOY_LAYERS if run.is_toy else LAYERS).items():
         for num_rows in TOY_ROWS if run.is_toy else ROWS:
             calls = linear_calls(num_rows, outputs, columns, run.device, is_toy=run.is_toy)
             for who, timing in run.clock.compare(calls).items():
                 done = 2 * num_rows * outputs * columns / timing.median
-                read = 2 * outputs * columns / timing.median
-                figures = {"TFLOP_s": done / 1e12, "TB_s_bf16": read / 1e12}
-                run.add_timing("gemm", f"{layer}, {num_rows} rows", who, timing, **figures)
+                shares = {"TFLOP_s": done / 1e12, "of_matmul": run.share(done, "matmul")}
+                num_bytes = matrix_bytes(outputs, columns, schemes.get(who))
+                _moved(run, "gemm", f"{layer}, {num_rows} rows", who, timing, num_bytes, **shares)
 
 
-def _moved(run: Run, stage: str, what: str, who: str, timing: Timing, num_bytes: int) -> None:
-    """A line about what does little more than read and write so many bytes."""
+def _moved(run: Run, stage: str, what: str, who: str, timing: Timing, num_bytes: int, **figures: float) -> None:
+    """A line about what has to read and write so many bytes."""
     rate = num_bytes / timing.median
-    run.add_timing(stage, what, who, timing, TB_s=rate / 1e12, of_copy=run.share(rate, "copy"))
+    run.add_timing(stage, what, who, timing, TB_s=rate / 1e12, of_copy=run.share(rate, "copy"), **figures)

@@ -46,6 +46,8 @@ def test_the_gpu_benchmark_when_rehearsed_then_every_stage_has_its_rows(tmp_path
     assert all(row["tokens_per_second"] > 0 for row in rows if row["stage"] in ("job", "quantized", "transformers"))
     # Two sequences of six tokens, of which the first decode computes the seventh, and the second is timed.
     assert {row["context"] for row in rows if row["stage"] in ("job", "quantized")} == {8}
+    jobs = [row for row in rows if row["stage"] in ("job", "quantized")]
+    assert all(row["of_roofline"] * row["step_ms"] == pytest.approx(row["roofline_ms"]) for row in jobs)
     assert {row["what"] for row in rows if row["stage"] == "files"} == {"tiny"}
     assert set(who) == {*STAGES, "files"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,12 +14,14 @@ from safetensors import safe_open
 
 pytest.importorskip("triton")
 
-from bench import gpu, gpu_jobs, gpu_run, make_checkpoint
+from bench import gpu, gpu_jobs, gpu_roofline, gpu_run, make_checkpoint
 from bench.gpu_clock import EAGER, Clock
 from bench.gpu_jobs import Job, _steps_of
 from bench.gpu_run import Run, folder_for
 from bench.gpu_steps import NotDecodesError, Span, Step, Watch, covered, decodes, gap_figures, idle_gaps, longest_run
 from bench.make_checkpoint import SHAPES
+from kernels.linear.packing import pack_rounded, pack_whole
+from kernels.linear.schemes import FLOAT8, INT4, INT8
 from novainfer.protocol.step import NewRow, StepPlan
 from novainfer.sampling.params import SamplingParams
 
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.stage0
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
+SCHEMES = {scheme.name: scheme for scheme in (INT8, INT4, FLOAT8)}  # that the Triton kernels have
 
 
 def toy_run() -> Run:
@@ -206,6 +210,41 @@ def test_memory_for_some_sequences_alone_when_a_job_runs_then_it_has_no_figures_
     assert name == "two"
     assert figures["tokens_per_second"] > 0
     assert "step_ms" not in figures
+
+
+@pytest.mark.parametrize("name", ["", *SCHEMES])
+@pytest.mark.parametrize(("outputs", "columns"), [(70, 1100), (16, 1024)])
+def test_weights_when_counted_then_as_many_bytes_as_our_layers_hold(name: str, outputs: int, columns: int) -> None:
+    scheme = SCHEMES[name] if name else None
+    weight = torch.randn(outputs, columns).bfloat16()
+    held = pack_whole(weight) if scheme is None else pack_rounded(weight, scheme)
+    tensors = [part for part in (held.weight, held.scales, held.offsets) if part is not None]
+    assert gpu_roofline.matrix_bytes(outputs, columns, scheme) == sum(part.nbytes for part in tensors)
+
+
+def test_a_step_when_its_least_time_is_told_then_of_weights_and_of_each_sequences_keys_and_values() -> None:
+    assert gpu_roofline.weight_bytes(TINY, None) == TINY.weight_bytes()
+    head, norms = 1024 * 64, 2 * (2 * (64 + 64 + 16 + 16) + 64)
+    layers = TINY.weight_bytes() - norms - 2 * head
+    # A byte a weight and two for 128 columns of a group; here rows are one group but for those of 64 columns.
+    in_int8 = gpu_roofline.weight_bytes(TINY, INT8) - norms
+    assert layers // 2 + head < in_int8 < 1.05 * (layers // 2 + head)
+    kept = 3 * 50 * 2 * 2 * 2 * 16 * 2  # sequences, tokens, layers, keys and values, heads, numbers, bytes
+    figures = {"context": 50.0, "step_ms": 4.0}
+    found = gpu_roofline.beside(figures, 3, TINY, None, rate=1e6)
+    assert found["roofline_ms"] == pytest.approx((TINY.weight_bytes() + kept) / 1e3)
+    assert found == {"roofline_ms": found["roofline_ms"], "of_roofline": pytest.approx(found["roofline_ms"] / 4)}
+    assert gpu_roofline.beside({"seconds": 1.0}, 3, TINY, None, rate=1e6) == {}
+
+
+def test_shares_when_the_device_was_not_measured_then_they_are_left_out(tmp_path: Path) -> None:
+    run = replace(toy_run(), output=str(tmp_path / "result.json"))
+    run.add("gemm", "layer", "novainfer", TB_s=2.0, of_copy=run.share(2e12, "copy"))
+    run.peak["copy"] = 4e12
+    run.add("gemm", "layer", "novainfer", TB_s=2.0, of_copy=run.share(2e12, "copy"))
+    run.save()
+    rows = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)["rows"]
+    assert [row.get("of_copy") for row in rows] == [None, 0.5]
 
 
 def test_the_fields_job_when_drawn_then_it_has_as_many_tokens_as_others_report() -> None:
