@@ -33,8 +33,10 @@ _CORRECT_SECONDS = 180.0
 _SANITIZER_SECONDS = 60.0
 _TRANSFORMERS_SECONDS = 120.0  # the job runs twice: once so that all it needs is there
 _EXACT_SECONDS = 100.0
+_MATRIX_SHARE = 0.8  # of them, after which the matrix begins with no other circumstance
 # Pairs and cases of the exactness matrix, by its model: each case, and each circumstance, loads the model anew.
 _MATRIX = {"demo": (240, 24), "wide": (60, 10)}
+_CHECKS = {"correct", "exact", "sanitizer"}  # one of them asked for, and nothing checked: that is no success
 _QUANTIZED = ("fp8", "int4", "int8")
 
 
@@ -77,6 +79,9 @@ def _run_stages(run: Run, chosen: list[str]) -> int:
     for stage in chosen:
         all_well &= attempt(run, stage)
         run.save()
+    if not run.num_checked and _CHECKS.intersection(chosen):
+        print("nothing was checked")
+        return 1
     return 0 if all_well else 1
 
 
@@ -102,7 +107,7 @@ def correct(run: Run) -> None:
              "triton_float8", "triton_gate_up", "triton_integers", "quantized_kv", "sampling_candidates"]  # fmt: skip
     few = ["-k", "stride or four_bits or not_finite"] if run.is_toy else []
     command = [sys.executable, "-m", "pytest", *_pytest(*(files[:1] if run.is_toy else files)), *few]
-    run.check("correct", "tests of the kernels", command, float("inf") if run.is_toy else _CORRECT_SECONDS)
+    run.check("correct", "tests of the kernels", command, "tests", float("inf") if run.is_toy else _CORRECT_SECONDS)
 
 
 def sanitizer(run: Run) -> None:
@@ -113,7 +118,7 @@ def sanitizer(run: Run) -> None:
         return
     command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest",
                *_pytest("attention"), "-k", "mixed_decode or several_launches or padding_rows"]  # fmt: skip
-    run.check("sanitizer", "attention", command, _SANITIZER_SECONDS)
+    run.check("sanitizer", "attention", command, "tests", _SANITIZER_SECONDS)
 
 
 def _pytest(*names: str) -> list[str]:
@@ -137,10 +142,11 @@ def exact(run: Run) -> None:
         return
     for model, (pairs, cases) in _MATRIX.items():
         command = [sys.executable, "-m", "tests.exactness.matrix", "--device", "cuda"]
-        command += ["--pairs", str(pairs), "--cases", str(cases)]
+        seconds = _MATRIX_SHARE * min(run.seconds_left, _EXACT_SECONDS)
+        command += ["--pairs", str(pairs), "--cases", str(cases), "--seconds", f"{seconds:.0f}"]
         if model != "demo":
             command += ["--long", "--model", run.checkpoint(model)]
-        run.check("exact", f"{model}, {pairs} pairs", command, _EXACT_SECONDS)
+        run.check("exact", f"{model}, of {pairs} pairs", command, "pairs", _EXACT_SECONDS)
 
 
 def job(run: Run) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import disk_usage
@@ -37,6 +40,7 @@ class Run:
     rows: list[dict[str, Any]] = field(default_factory=list)
     peak: dict[str, float] = field(default_factory=dict)
     deadline: float = float("inf")  # of time.monotonic()
+    num_checked: int = 0  # tests and pairs
     _files: ExitStack = field(default_factory=ExitStack)
     _checkpoints: dict[str, str] = field(default_factory=dict)
 
@@ -85,29 +89,67 @@ class Run:
         self._checkpoints.clear()
         self._files.close()
 
-    def check(self, stage: str, what: str, command: Sequence[str], most_seconds: float = float("inf")) -> None:
-        """Run a command that says by its status whether all is well. Fails if it is not."""
+    def check(
+        self, stage: str, what: str, command: Sequence[str], unit: str, most_seconds: float = float("inf")
+    ) -> None:
+        """Run a command that says by its status whether all is well, and in its words how many it has checked of what
+        `unit` names: "tests" or "pairs". Fails if all is not well, and if nothing was checked when it was stopped.
+        """
         began = time.perf_counter()
-        try:
-            done = subprocess.run(command, check=False, timeout=min(self.seconds_left, most_seconds))
-        except subprocess.TimeoutExpired:
-            self.add(stage, what, "left out: the time is up")
-            return
-        if done.returncode:
-            raise SystemExit(f"{stage}: {what} failed ({done.returncode})")
-        self.add(stage, what, "passed", seconds=time.perf_counter() - began)
+        limit = min(self.seconds_left, most_seconds)
+        status, output = _run(command, limit)
+        print(output, end="", flush=True)
+        if status:
+            raise SystemExit(f"{stage}: {what} failed ({status})")
+        number = _COUNTED[unit](output)
+        if number == 0:
+            raise SystemExit(f"{stage}: {what}: nothing was checked in {time.perf_counter() - began:.0f} s")
+        self.num_checked += number
+        who = "passed" if status == 0 else f"stopped after {limit:.0f} s"
+        self.add(stage, what, who, seconds=time.perf_counter() - began, **{unit: number})
 
     def figures_of(self, command: Sequence[str], most_seconds: float) -> dict[str, Any] | str:
         """What a command prints as its last line, in JSON; else why there is nothing."""
         limit = min(self.seconds_left, most_seconds)
-        try:
-            done = subprocess.run(command, check=False, timeout=limit, stdout=subprocess.PIPE, text=True)
-        except subprocess.TimeoutExpired:
+        status, output = _run(command, limit)
+        if status is None:
             return f"left out: not done in {limit:.0f} s"
-        if done.returncode:
-            return f"left out: failed ({done.returncode})"
-        figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        if status:
+            return f"left out: failed ({status})"
+        figures: dict[str, Any] = json.loads(output.splitlines()[-1])
         return figures
+
+
+def _run(command: Sequence[str], most_seconds: float) -> tuple[int | None, str]:
+    """Status, and what was printed. None if it was stopped at its limit, with all processes that it had begun."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        process = subprocess.Popen(command, stdout=file, start_new_session=True)
+        status: int | None = None
+        with suppress(subprocess.TimeoutExpired):
+            try:
+                status = process.wait(None if math.isinf(most_seconds) else most_seconds)
+            finally:  # also where this process is told to end: its own session would outlive it
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        file.seek(0)
+        return status, file.read()
+
+
+def _tests_of(output: str) -> int:
+    """That passed, by pytest's last line, or by its dots if it did not come that far."""
+    passed = re.findall(r"(\d+) passed", output)
+    if passed:
+        return int(passed[-1])
+    return sum(line.count(".") for line in re.findall(r"^[.sxX]+(?= *\[|$)", output, re.MULTILINE))
+
+
+def _pairs_of(output: str) -> int:
+    """That the exactness matrix has compared, by its last word on it."""
+    return int(([0, *re.findall(r"^(\d+) pairs", output, re.MULTILINE)])[-1])
+
+
+_COUNTED: dict[str, Callable[[str], int]] = {"tests": _tests_of, "pairs": _pairs_of}
 
 
 def folder_for(num_bytes: int) -> Path | None:

@@ -1,7 +1,7 @@
 """The exactness matrix: the same requests under every circumstance that must not matter, compared bit for bit.
 
 `python -m tests.exactness.matrix --pairs 5000 [--model DIR] [--dtype float32] [--quantization int8]
-[--kv-cache-dtype int8] [--long]`
+[--kv-cache-dtype int8] [--long] [--seconds 80]`
 
 A *case* is a request. Its *reference* is what it gives alone: one row, the whole prompt in one chunk, no cache, one
 step in flight, on fresh workers. A *circumstance* is everything else: company, arrival, chunk size, block size, cache,
@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,6 +31,7 @@ LENGTHS = (1, 2, 15, 16, 17, 60, 200)  # tokens of prompts
 # Contexts of several chunks of 256 tokens, in which decode attention on a GPU takes partial sums.
 LONG_LENGTHS = (60, 240, 255, 256, 257, 300, 370)
 _MAX_STEPS = 200_000
+_REFERENCES_SHARE = 0.5  # of the time, where that is limited: after it there are as many cases as have references
 
 
 @dataclass(slots=True)
@@ -206,11 +208,13 @@ class Runner:
                 return answers
         raise RuntimeError("the requests do not end")
 
-    def references(self, cases: Sequence[AddRequest]) -> Answers:
-        """Each case alone on workers that never ran another one."""
+    def references(self, cases: Sequence[AddRequest], is_over: Callable[[], bool] = lambda: False) -> Answers:
+        """Each case alone on workers that never ran another one; after the first, none is begun once it is over."""
         alone = Circumstance()
         answers: Answers = {}
         for case in cases:
+            if answers and is_over():
+                break
             answers |= self.run([case], replace(alone, max_num_seqs=case.params.n), random.Random(0))[0]
         return answers
 
@@ -272,8 +276,29 @@ def _first_difference(got: Answer, expected: Answer) -> str:
     return "nothing"
 
 
-def main() -> int:
-    """Run the matrix and print its size and every difference."""
+def run_pairs(
+    runner: Runner, cases: Sequence[AddRequest], most: int, seed: int, is_over: Callable[[float], bool]
+) -> tuple[int, int, int]:
+    """(cases, pairs, differences) of about so many pairs; every difference is printed, and the pairs so far.
+
+    is_over: whether this share of the time has gone, after which no other case or circumstance is begun.
+    """
+    references = runner.references(cases, lambda: is_over(_REFERENCES_SHARE))
+    cases = [case for case in cases if (case.request_id, 0) in references]
+    rng = random.Random(seed)
+    pairs = num_differences = 0
+    while pairs < most and not is_over(1.0):
+        differences = list(compare(runner, cases, references, draw_circumstance(rng), rng))
+        for line in differences:
+            print(line)
+        pairs += len(cases)
+        num_differences += len(differences)
+        print(f"{pairs} pairs so far", flush=True)
+    return len(cases), pairs, num_differences
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the matrix and print its size and every difference; 0 if there is none, and something was compared."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="checkpoint folder, or 'demo'")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
@@ -284,23 +309,22 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=5000, help="(case, circumstance) pairs, about")
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other pairs are begun")
+    options = parser.parse_args(argv)
+    began = time.monotonic()
     runner = Runner(options.model, options.dtype, options.quantization, options.kv_cache_dtype, options.device)
     lengths = LONG_LENGTHS if options.long else LENGTHS
     cases = make_cases(options.cases, runner.vocab_size(), options.seed, lengths)
-    references = runner.references(cases)
-    rng = random.Random(options.seed)
-    pairs = num_differences = 0
-    while pairs < options.pairs:
-        how = draw_circumstance(rng)
-        differences = list(compare(runner, cases, references, how, rng))
-        for line in differences:
-            print(line, flush=True)
-        pairs += len(cases)
-        num_differences += len(differences)
+
+    def is_over(share: float) -> bool:
+        return time.monotonic() - began >= share * options.seconds
+
+    num_cases, pairs, num_differences = run_pairs(runner, cases, options.pairs, options.seed, is_over)
+    if pairs < options.pairs:
+        print(f"stopped after {options.seconds:.0f} s, with {num_cases} of {len(cases)} cases")
     types = f"{options.dtype}, quantization {options.quantization}, KV cache {options.kv_cache_dtype}"
     print(f"{pairs} pairs, {num_differences} differences (torch {torch.__version__}, {types})")
-    return 1 if num_differences else 0
+    return 1 if num_differences or not pairs else 0
 
 
 if __name__ == "__main__":

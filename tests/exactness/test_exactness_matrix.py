@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.exactness.matrix import Circumstance, Runner, compare, draw_circumstance, make_cases
+from tests.exactness.matrix import Circumstance, Runner, compare, draw_circumstance, main, make_cases, run_pairs
 
 pytestmark = pytest.mark.stage1
 
@@ -51,6 +51,23 @@ def test_given_another_seed_when_compared_then_the_matrix_sees_it() -> None:
     references = runner.references(cases)
     others = [replace(case, params=replace(case.params, seed=(case.params.seed or 0) ^ 1)) for case in cases]
     assert list(compare(runner, others, references, Circumstance(max_num_seqs=4), random.Random(0)))
+
+
+def test_given_a_time_limit_when_it_is_over_then_the_pairs_so_far_are_told_and_none_is_no_success(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runner = Runner("demo", "float32")
+    cases = make_cases(4, runner.vocab_size(), SEED)
+    asked: list[float] = []
+
+    def is_over(share: float) -> bool:  # in the middle of the references, and after two circumstances
+        asked.append(share)
+        return asked.count(share) > 2 if share == 1.0 else len(asked) > 1
+
+    assert run_pairs(runner, cases, 1000, SEED, is_over) == (2, 4, 0)
+    assert capsys.readouterr().out.splitlines() == ["2 pairs so far", "4 pairs so far"]
+    assert main(["--cases", "2", "--seconds", "0"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 pairs, 0 differences")
 
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])

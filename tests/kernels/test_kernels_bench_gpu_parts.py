@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -189,6 +191,46 @@ def test_a_process_when_it_fails_or_takes_too_long_then_the_reason_stands_for_it
     assert run.figures_of([*python, "print('loading'); print('{\"seconds\": 2.0}')"], 60) == {"seconds": 2.0}
     assert run.figures_of([*python, "import time; time.sleep(60)"], 0.1) == "left out: not done in 0 s"
     assert run.figures_of([*python, "raise SystemExit(3)"], 60) == "left out: failed (3)"
+
+
+@pytest.mark.parametrize(
+    ("words", "unit", "status", "row"),
+    [
+        ("24 pairs so far\\n48 pairs, 0 differences (torch 2)", "pairs", 0, ("passed", 48)),
+        ("24 pairs so far", "pairs", None, ("stopped after 3 s", 24)),
+        ("..s....  [ 50%]\\n....", "tests", None, ("stopped after 3 s", 10)),
+        ("..s.  [100%]\\n3 passed, 1 skipped in 2.00s", "tests", 0, ("passed", 3)),
+        ("0 pairs, 0 differences", "pairs", 0, None),
+        ("loading ...", "tests", None, None),
+        ("48 pairs, 1 differences", "pairs", 1, None),
+    ],
+)
+def test_a_check_when_it_ends_or_is_stopped_then_success_is_what_was_checked(
+    words: str, unit: str, status: int | None, row: tuple[str, int] | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = toy_run()
+    then = "sleep 600" if status is None else f"exit {status}"
+    command = ["sh", "-c", f"printf '%b\\n' '{words}'; {then}"]
+    if row is None:
+        with pytest.raises(SystemExit, match="nothing was checked" if status != 1 else r"failed \(1\)"):
+            run.check("exact", "some", command, unit, 3.0)
+    else:
+        run.check("exact", "some", command, unit, 3.0)
+        assert [(found["who"], found[unit]) for found in run.rows] == [row]
+    assert run.num_checked == (row[1] if row else 0)
+    assert words.split("\\n")[0] in capfd.readouterr().out
+
+
+def test_a_process_when_it_is_stopped_then_those_that_it_began_are_too(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    toy_run().figures_of(["sh", "-c", f"sleep 600 & echo $! > {path}; wait"], 3.0)
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(path.read_text())).wait(60)
+
+
+@pytest.mark.parametrize("stages", ["sanitizer", "env,exact"])
+def test_checks_that_were_left_out_when_nothing_else_was_checked_then_it_is_no_success(stages: str) -> None:
+    assert gpu.main(["--toy", "--stages", stages]) == 1
 
 
 def test_steps_of_a_job_when_prompts_are_done_then_their_rate_ends_there() -> None:
