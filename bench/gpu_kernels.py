@@ -57,18 +57,13 @@ HIDDEN, INTERMEDIATE = 4096, 12288
 _COLD_BYTES = 200 * 2**20  # that the variants of a call read together, so that each finds the cache without its own
 
 
-def decode_calls(
-    lengths: Sequence[int], device: torch.device, *, is_toy: bool, dim: int = 0
-) -> tuple[dict[str, list[Call]], int]:
+def decode_calls(lengths: Sequence[int], device: torch.device, *, is_toy: bool) -> tuple[dict[str, list[Call]], int]:
     """One token of each sequence, by whom; and the bytes of keys and values in bf16 that such a step reads."""
-    heads, kv_heads = (4, 2) if is_toy else (HEADS, KV_HEADS)
-    dim = dim or (32 if is_toy else DIM)
+    heads, kv_heads, dim = _sizes(0, is_toy=is_toy)
     num_bytes = 2 * 2 * kv_heads * dim * sum(lengths)
-    copies = 1 if is_toy else max(1, min(8, _COLD_BYTES // num_bytes + 1))
-    sizes = (heads, kv_heads, dim)
-    calls: dict[str, list[Call]] = {"novainfer": [_our_decode(lengths, sizes, device) for _ in range(copies)]}
-    cold = 1 if is_toy else max(1, min(16, 2 * _COLD_BYTES // num_bytes + 1))  # half the bytes
-    calls[FLOAT8_KV] = [_our_decode(lengths, sizes, device, torch.float8_e4m3fn) for _ in range(cold)]
+    copies = _copies(num_bytes, is_toy=is_toy)
+    calls = {"novainfer": our_decodes(lengths, device, is_toy=is_toy)}
+    calls[FLOAT8_KV] = our_decodes(lengths, device, is_toy=is_toy, stored=torch.float8_e4m3fn)
     if len(set(lengths)) == 1:
         shape = (len(lengths), 1, lengths[0], heads, kv_heads, dim)
         calls["torch sdpa"] = [sdpa(*_contiguous(*shape, device), is_causal=False) for _ in range(copies)]
@@ -79,17 +74,35 @@ def decode_calls(
     return calls, num_bytes
 
 
+def our_decodes(
+    lengths: Sequence[int], device: torch.device, *, is_toy: bool, dim: int = 0, stored: torch.dtype | None = None
+) -> list[Call]:
+    """Ours alone, over so many copies of keys and values that each finds the cache without its own."""
+    sizes = _sizes(dim, is_toy=is_toy)
+    num_bytes = (2 if stored is None else 1) * 2 * sizes[1] * sizes[2] * sum(lengths)
+    copies = _copies(num_bytes, is_toy=is_toy, most=8 if stored is None else 16)
+    return [_our_decode(lengths, sizes, device, stored) for _ in range(copies)]
+
+
+def _sizes(dim: int, *, is_toy: bool) -> tuple[int, int, int]:
+    """Heads of queries, heads of keys, and their size, unless that is given."""
+    return (4, 2, dim or 32) if is_toy else (HEADS, KV_HEADS, dim or DIM)
+
+
+def _copies(num_bytes: int, *, is_toy: bool, most: int = 8) -> int:
+    return 1 if is_toy else max(1, min(most, _COLD_BYTES // num_bytes + 1))
+
+
 def prefill_calls(
-    batch: int, queries: int, length: int, device: torch.device, *, is_toy: bool, dim: int = 0
+    batch: int, queries: int, length: int, device: torch.device, *, is_toy: bool
 ) -> tuple[dict[str, list[Call]], int]:
     """The last `queries` tokens of so many contexts, by whom; and the operations that causality leaves."""
-    heads, kv_heads = (4, 2) if is_toy else (HEADS, KV_HEADS)
-    dim = dim or (32 if is_toy else DIM)
+    heads, kv_heads, dim = _sizes(0, is_toy=is_toy)
     seen = sum(range(length - queries + 1, length + 1))
     given = _contiguous(batch, queries, length, heads, kv_heads, dim, device)
     calls = {
-        "novainfer": [_our_prefill(batch, queries, length, (heads, kv_heads, dim), device, exact=False)],
-        "novainfer deterministic": [_our_prefill(batch, queries, length, (heads, kv_heads, dim), device, exact=True)],
+        "novainfer": [our_prefill(batch, queries, length, device, exact=False, is_toy=is_toy)],
+        "novainfer deterministic": [our_prefill(batch, queries, length, device, exact=True, is_toy=is_toy)],
         "torch flex": [flex(*given, is_causal=True)],
     }
     if queries == length:  # else its mask is another one
@@ -126,10 +139,11 @@ def _our_decode(
     return partial(backend.paged_attention, query, *caches, metadata, AttentionParams(dim**-0.5), out)
 
 
-def _our_prefill(
-    batch: int, queries: int, length: int, sizes: tuple[int, int, int], device: torch.device, *, exact: bool
+def our_prefill(
+    batch: int, queries: int, length: int, device: torch.device, *, exact: bool, is_toy: bool, dim: int = 0
 ) -> Call:
-    heads, kv_heads, dim = sizes
+    """Ours alone; exact: as in deterministic mode."""
+    heads, kv_heads, dim = _sizes(dim, is_toy=is_toy)
     backend, blocks = TritonBackend(device, exact), -(-length // BLOCK)
     order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
     caches = backend.allocate_kv_cache(batch * blocks, BLOCK, kv_heads, dim, torch.bfloat16, device)
@@ -214,26 +228,34 @@ def row_calls(tokens: int, device: torch.device, *, is_toy: bool) -> dict[str, t
 
 def linear_calls(rows: int, outputs: int, columns: int, device: torch.device, *, is_toy: bool) -> dict[str, list[Call]]:
     """x [rows, columns] times weights [outputs, columns], by whom."""
-    copies = 1 if is_toy else max(1, min(8, _COLD_BYTES // (2 * outputs * columns) + 1))
-    x = torch.randn(rows, columns, device=device).bfloat16()
-    weights = [torch.randn(outputs, columns, device=device).bfloat16() for _ in range(copies)]
-
-    def ours(weight: Tensor, scheme: WeightScheme | None = None) -> Call:
-        return partial(TritonLinear.of(weight, None, scheme), x)
-
-    schemes = {f"novainfer{name}": [ours(weight, scheme) for weight in weights] for name, scheme in SCHEMES.items()}
+    x, weights = _rows_and_weights(rows, outputs, columns, device, is_toy=is_toy)
+    schemes: dict[str, list[Call]] = {
+        f"novainfer{name}": [partial(TritonLinear.of(weight, None, scheme), x) for weight in weights]
+        for name, scheme in SCHEMES.items()
+    }
     return {"torch": [partial(F.linear, x, weight) for weight in weights], **schemes}
 
 
-def gate_up_calls(
-    rows: int, outputs: int, columns: int, device: torch.device, *, is_toy: bool
-) -> dict[str, list[Call]]:
+def our_linears(
+    rows: int, outputs: int, columns: int, device: torch.device, scheme: WeightScheme | None, *, is_toy: bool
+) -> list[Call]:
+    """Ours alone, with one kind of weights."""
+    x, weights = _rows_and_weights(rows, outputs, columns, device, is_toy=is_toy)
+    return [partial(TritonLinear.of(weight, None, scheme), x) for weight in weights]
+
+
+def our_gate_ups(
+    rows: int, outputs: int, columns: int, device: torch.device, scheme: WeightScheme | None, *, is_toy: bool
+) -> list[Call]:
     """The same of gate and up, half of the outputs each, with the activation in the same launch."""
-    copies = 1 if is_toy else max(1, min(8, _COLD_BYTES // (2 * outputs * columns) + 1))
+    x, weights = _rows_and_weights(rows, outputs, columns, device, is_toy=is_toy)
+    return [partial(TritonLinear.of(weight, None, scheme).gate_up, x, "silu") for weight in weights]
+
+
+def _rows_and_weights(
+    rows: int, outputs: int, columns: int, device: torch.device, *, is_toy: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """x [rows, columns], and so many weights [outputs, columns] that each finds the cache without its own."""
+    copies = _copies(2 * outputs * columns, is_toy=is_toy)
     x = torch.randn(rows, columns, device=device).bfloat16()
-    weights = [torch.randn(outputs, columns, device=device).bfloat16() for _ in range(copies)]
-
-    def ours(weight: Tensor, scheme: WeightScheme | None) -> Call:
-        return partial(TritonLinear.of(weight, None, scheme).gate_up, x, "silu")
-
-    return {f"novainfer{name}": [ours(weight, scheme) for weight in weights] for name, scheme in SCHEMES.items()}
+    return x, [torch.randn(outputs, columns, device=device).bfloat16() for _ in range(copies)]

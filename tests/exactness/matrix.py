@@ -311,17 +311,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other pairs are begun")
     options = parser.parse_args(argv)
-    began = time.monotonic()
+    began, seconds = time.monotonic(), float(options.seconds)
     runner = Runner(options.model, options.dtype, options.quantization, options.kv_cache_dtype, options.device)
     lengths = LONG_LENGTHS if options.long else LENGTHS
     cases = make_cases(options.cases, runner.vocab_size(), options.seed, lengths)
 
     def is_over(share: float) -> bool:
-        return time.monotonic() - began >= share * options.seconds
+        return time.monotonic() >= began + share * seconds
 
     num_cases, pairs, num_differences = run_pairs(runner, cases, options.pairs, options.seed, is_over)
     if pairs < options.pairs:
-        print(f"stopped after {options.seconds:.0f} s, with {num_cases} of {len(cases)} cases")
+        print(f"stopped after {seconds:.0f} s, with {num_cases} of {len(cases)} cases")
     types = f"{options.dtype}, quantization {options.quantization}, KV cache {options.kv_cache_dtype}"
     print(f"{pairs} pairs, {num_differences} differences (torch {torch.__version__}, {types})")
     return 1 if num_differences or not pairs else 0

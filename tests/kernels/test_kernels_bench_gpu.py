@@ -26,6 +26,7 @@ TritonError = pytest.importorskip("triton.errors").TritonError  # an Exception, 
 pytestmark = pytest.mark.stage0
 
 ROOT = Path(__file__).resolve().parents[2]
+ALL_KEYS = [question.key for question in questions(torch.device("cpu"), is_toy=True)]
 
 
 def test_the_gpu_benchmark_when_rehearsed_then_every_stage_has_its_rows(tmp_path: Path) -> None:
@@ -103,11 +104,60 @@ def test_a_table_of_launches_when_made_then_the_kernels_can_read_it(tmp_path: Pa
     command = [sys.executable, "-m", "bench.tune_gpu", "--toy", "--output", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    keys = [question.key for question in questions(torch.device("cpu"), is_toy=True)]
-    assert len(set(keys)) == len(keys)
+    assert len(set(ALL_KEYS)) == len(ALL_KEYS)
     asked = [line.split(":")[0] for line in done.stdout.splitlines()[:-1]]
-    assert asked == keys[::6]
+    assert asked == ALL_KEYS[::6]
     assert set(read_table(path)) <= set(asked)
+
+
+def answered(key: str, candidates: tuple[tuple[int, int], ...] = ((4, 5), (4, 3))) -> tune_gpu.Question:
+    return tune_gpu.Question(key, lambda: [lambda: None], candidates)
+
+
+def test_a_table_when_it_is_there_then_what_was_not_asked_stays_and_what_is_no_question_goes(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"choices": {"decode a=1": [8, 2], "decode b=1": [8, 2], "gone": [8, 2]}}))
+    table = tune_gpu.Table(path, "some GPU", ["decode a=1", "decode b=1", "linear"])
+    assert table.choices == {"decode a=1": (8, 2), "decode b=1": (8, 2)}
+    table.answer("decode a=1", None)
+    assert read_table(path) == {"decode b=1": (8, 2)}
+    table.answer("linear", (4, 3))
+    assert read_table(path) == {"decode b=1": (8, 2), "linear": (4, 3)}
+
+
+def test_questions_when_one_fails_or_the_time_is_up_then_the_table_has_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def best(question: tune_gpu.Question, clock: Clock) -> tuple[int, int]:
+        if question.key == "broken":
+            raise TritonError("the device is lost")
+        return question.candidates[-1]
+
+    monkeypatch.setattr(tune_gpu, "_best", best)
+    keys = ["decode", "broken", "linear"]
+    table = tune_gpu.Table(tmp_path / "table.json", "some GPU", keys)
+    asked, clock = [answered(key) for key in keys], Clock(torch.device("cpu"))
+    assert tune_gpu.ask(asked, table, clock, float("inf")) == 0
+    assert read_table(tmp_path / "table.json") == {"decode": (4, 3), "linear": (4, 3)}
+    assert "broken: failed: TritonError: the device is lost" in capsys.readouterr().out
+    assert tune_gpu.ask(asked[1:], table, clock, 0.0) == 1
+    assert "the time is up; left out: broken, linear" in capsys.readouterr().out
+
+
+def test_questions_when_some_are_asked_for_then_no_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune_gpu, "_best", lambda question, clock: None)
+    monkeypatch.setattr(tune_gpu, "_TOY_STRIDE", 1)
+    asked: list[str] = []
+    monkeypatch.setattr(tune_gpu.Table, "answer", lambda self, key, best: asked.append(key))
+    toy = ["--toy", "--output", str(tmp_path / "table.json")]
+    assert tune_gpu.main([*toy, "--only", "decode,linear bits=4"]) == 0
+    assert asked
+    assert asked == [key for key in ALL_KEYS if key.startswith(("decode", "linear bits=4"))]
+    with pytest.raises(SystemExit):
+        tune_gpu.main([*toy, "--only", "magic"])
+    assert "no question is named so" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("question", questions(DEVICE, is_toy=True), ids=lambda question: question.key)
@@ -129,10 +179,10 @@ def test_a_question_when_its_calls_run_then_a_kernel_looks_its_key_up(
 
 
 def test_a_question_when_no_candidate_runs_then_the_default_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> list[tune_gpu.Call]:
+    def fail() -> None:
         raise TritonError("out of resource")
 
-    question = tune_gpu.Question("decode some=1", fail, ((4, 5), (4, 3)))
+    question = tune_gpu.Question("decode some=1", lambda: [fail], ((4, 5), (4, 3)))
     assert tune_gpu._best(question, Clock(torch.device("cpu"))) is None
     assert "decode some=1: no candidate runs, the default stays" in capsys.readouterr().out
 
