@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ from kernels.triton_backend import TritonBackend
 Call = Callable[[], object]
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
-FLOAT8_KV = "novainfer, fp8 KV"
+FLOAT8_KV, WITH_LIST = "novainfer, fp8 KV", "novainfer, with its list"
 # Contexts of the sequences of a batch. Ragged ones stand beside as many of their mean length.
 _RAGGED = [int(64 * 256 ** (i / 63)) for i in range(64)]
 DECODES: dict[str, list[int]] = {
@@ -33,6 +34,8 @@ DECODES: dict[str, list[int]] = {
     "ragged, 64 of 64 to 16384": _RAGGED,
     "64 of the ragged ones' mean": [sum(_RAGGED) // 64] * 64,
 }
+# Timed with their list of work as well, which is one launch a step.
+LISTED, TOY_LISTED = ("1 x 4096", "64 x 4096"), ("2 x 40",)
 # Contexts, queries at the end of each, tokens of each.
 PREFILLS = {"4 x 1024": (4, 1024, 1024), "1 x 8192": (1, 8192, 8192), "2 x 2048 behind 6144": (2, 2048, 8192)}
 TOY_PREFILLS = {"2 x 20": (2, 20, 20), "1 x 5 behind 20": (1, 5, 25)}
@@ -57,13 +60,20 @@ HIDDEN, INTERMEDIATE = 4096, 12288
 _COLD_BYTES = 200 * 2**20  # that the variants of a call read together, so that each finds the cache without its own
 
 
-def decode_calls(lengths: Sequence[int], device: torch.device, *, is_toy: bool) -> tuple[dict[str, list[Call]], int]:
-    """One token of each sequence, by whom; and the bytes of keys and values in bf16 that such a step reads."""
+def decode_calls(
+    lengths: Sequence[int], device: torch.device, *, is_toy: bool, with_list: bool = False
+) -> tuple[dict[str, list[Call]], int]:
+    """One token of each sequence, by whom; and the bytes of keys and values in bf16 that such a step reads.
+
+    with_list: one more, whose call also makes the list of work, as a step does once for all of its layers.
+    """
     heads, kv_heads, dim = _sizes(0, is_toy=is_toy)
     num_bytes = 2 * 2 * kv_heads * dim * sum(lengths)
     copies = _copies(num_bytes, is_toy=is_toy)
     calls = {"novainfer": our_decodes(lengths, device, is_toy=is_toy)}
     calls[FLOAT8_KV] = our_decodes(lengths, device, is_toy=is_toy, stored=torch.float8_e4m3fn)
+    if with_list:
+        calls[WITH_LIST] = our_decodes(lengths, device, is_toy=is_toy, with_list=True)
     if len(set(lengths)) == 1:
         shape = (len(lengths), 1, lengths[0], heads, kv_heads, dim)
         calls["torch sdpa"] = [sdpa(*_contiguous(*shape, device), is_causal=False) for _ in range(copies)]
@@ -75,13 +85,19 @@ def decode_calls(lengths: Sequence[int], device: torch.device, *, is_toy: bool) 
 
 
 def our_decodes(
-    lengths: Sequence[int], device: torch.device, *, is_toy: bool, dim: int = 0, stored: torch.dtype | None = None
+    lengths: Sequence[int],
+    device: torch.device,
+    *,
+    is_toy: bool,
+    dim: int = 0,
+    stored: torch.dtype | None = None,
+    with_list: bool = False,
 ) -> list[Call]:
     """Ours alone, over so many copies of keys and values that each finds the cache without its own."""
     sizes = _sizes(dim, is_toy=is_toy)
     num_bytes = (2 if stored is None else 1) * 2 * sizes[1] * sizes[2] * sum(lengths)
     copies = _copies(num_bytes, is_toy=is_toy, most=8 if stored is None else 16)
-    return [_our_decode(lengths, sizes, device, stored) for _ in range(copies)]
+    return [_our_decode(lengths, sizes, device, stored, with_list=with_list) for _ in range(copies)]
 
 
 def _sizes(dim: int, *, is_toy: bool) -> tuple[int, int, int]:
@@ -111,7 +127,12 @@ def prefill_calls(
 
 
 def _our_decode(
-    lengths: Sequence[int], sizes: tuple[int, int, int], device: torch.device, stored: torch.dtype | None = None
+    lengths: Sequence[int],
+    sizes: tuple[int, int, int],
+    device: torch.device,
+    stored: torch.dtype | None,
+    *,
+    with_list: bool,
 ) -> Call:
     heads, kv_heads, dim = sizes
     backend = TritonBackend(device)
@@ -135,8 +156,10 @@ def _our_decode(
         max(lengths),
     )
     query = torch.randn(len(lengths), heads, dim, device=device).bfloat16()
-    out = torch.empty_like(query)
-    return partial(backend.paged_attention, query, *caches, metadata, AttentionParams(dim**-0.5), out)
+    out, params = torch.empty_like(query), AttentionParams(dim**-0.5)
+    if with_list:  # what the first layer of a step has found out is not in a copy
+        return lambda: backend.paged_attention(query, *caches, replace(metadata), params, out)
+    return partial(backend.paged_attention, query, *caches, metadata, params, out)
 
 
 def our_prefill(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +17,7 @@ from safetensors import safe_open
 
 pytest.importorskip("triton")
 
-from bench import gpu, gpu_jobs, gpu_roofline, gpu_run, make_checkpoint
+from bench import gpu, gpu_jobs, gpu_kernels, gpu_roofline, gpu_run, make_checkpoint
 from bench.gpu_clock import EAGER, Clock
 from bench.gpu_jobs import Job, _steps_of
 from bench.gpu_run import Run, folder_for
@@ -24,13 +25,16 @@ from bench.gpu_steps import NotDecodesError, Span, Step, Watch, covered, decodes
 from bench.make_checkpoint import SHAPES
 from kernels.linear.packing import pack_rounded, pack_whole
 from kernels.linear.schemes import FLOAT8, INT4, INT8
+from kernels.paged_attention.triton_decode import WorkList
 from novainfer.protocol.step import NewRow, StepPlan
 from novainfer.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.stage0
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
+list_of = WorkList.of
 SCHEMES = {scheme.name: scheme for scheme in (INT8, INT4, FLOAT8)}  # that the Triton kernels have
 
 
@@ -233,6 +237,15 @@ def test_checks_that_were_left_out_when_nothing_else_was_checked_then_it_is_no_s
     assert gpu.main(["--toy", "--stages", stages]) == 1
 
 
+def test_tests_of_the_kernels_when_collected_then_none_is_of_the_cpus_which_want_a_compiler() -> None:
+    command = [*gpu.kernel_tests(is_toy=False), "--collect-only"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    assert [test for test in collected if "triton" in test]
+    assert not [test for test in collected if "cpu" in test]
+
+
 def test_steps_of_a_job_when_prompts_are_done_then_their_rate_ends_there() -> None:
     flags = [False, False, True, True, True]
     steps = [Step(flag, 100.0 + i, 10.0 + (2.0 if i < 2 else 0.5) * i) for i, flag in enumerate(flags)]
@@ -287,6 +300,17 @@ def test_shares_when_the_device_was_not_measured_then_they_are_left_out(tmp_path
     run.save()
     rows = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)["rows"]
     assert [row.get("of_copy") for row in rows] == [None, 0.5]
+
+
+def test_a_decode_with_its_list_when_called_again_then_the_list_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(WorkList, "of", lambda *given: made.append(given) or list_of(*given))
+    for with_list, number in ((False, 1), (True, 3)):
+        made.clear()
+        (call,) = gpu_kernels.our_decodes([40, 40], CPU, is_toy=True, with_list=with_list)
+        for _ in range(3):
+            call()
+        assert len(made) == number
 
 
 def test_the_fields_job_when_drawn_then_it_has_as_many_tokens_as_others_report() -> None:
