@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 
 # By what is worth most, should the time not do for all.
 STAGES = ("env", "attention", "job", "correct", "exact", "prefill", "rows", "sampler", "gemm", "quantized",
-          "transformers", "sanitizer")  # fmt: skip
+          "transformers", "sanitizer", "parity")  # fmt: skip
 
 _MINUTES = 8.5
 _JOBS_SECONDS = 45.0  # about what one engine takes to start, record its graphs and run a job: none begins that late
 _CORRECT_SECONDS = 180.0
 _SANITIZER_SECONDS = 60.0
+_PARITY_SECONDS = 120.0
 _TRANSFORMERS_SECONDS = 120.0  # the job runs twice: once so that all it needs is there
 _EXACT_SECONDS = 100.0
 _MATRIX_SHARE = 0.8  # of them, after which the matrix begins with no other circumstance
 # Pairs and cases of the exactness matrix, by its model: each case, and each circumstance, loads the model anew.
 _MATRIX = {"demo": (240, 24), "wide": (60, 10)}
-_CHECKS = {"correct", "exact", "sanitizer"}  # one of them asked for, and nothing checked: that is no success
+_CHECKS = {"correct", "exact", "sanitizer", "parity"}  # one of them asked for, and nothing checked: that is no success
 _QUANTIZED = ("fp8", "int4", "int8")
 
 
@@ -112,7 +113,7 @@ def kernel_tests(*, is_toy: bool) -> list[str]:
     files = ["triton_linear", "attention", "attention_input", "decode_inputs", "elementwise", "sampling",
              "triton_float8", "triton_gate_up", "triton_integers", "sampling_candidates"]  # fmt: skip
     chosen = "not cpu and (stride or four_bits or not_finite)" if is_toy else "not cpu"
-    return [sys.executable, "-m", "pytest", *_pytest(*(files[:1] if is_toy else files)), "-k", chosen]
+    return [*_pytest(*(files[:1] if is_toy else files), is_long=not is_toy), "-k", chosen]
 
 
 def sanitizer(run: Run) -> None:
@@ -121,20 +122,28 @@ def sanitizer(run: Run) -> None:
     if run.is_toy or program is None:
         run.add("sanitizer", "attention", "left out: no compute-sanitizer")
         return
-    command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest",
+    command = [program, "--tool", "memcheck", "--error-exitcode", "9",
                *_pytest("attention"), "-k", "mixed_decode or several_launches or padding_rows"]  # fmt: skip
     run.check("sanitizer", "attention", command, "tests", _SANITIZER_SECONDS)
 
 
-def _pytest(*names: str) -> list[str]:
-    """Arguments for tests of kernels alone: what the other tests want to import need not be installed."""
-    folder = Path(__file__).resolve().parents[1] / "tests" / "kernels"
-    files = [str(folder / f"test_kernels_{name}.py") for name in names]
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-W", "default", "--confcutdir", str(folder)]
+def parity(run: Run) -> None:
+    """Every family of models on this device against transformers on the CPU: greedy tokens, and log-probabilities."""
+    chosen = "test_family_given and decoded and llama3" if run.is_toy else "test_family_given"
+    command = [*_pytest("models", folder="parity", is_long=not run.is_toy), "-k", chosen]
+    run.check("parity", "families", command, "tests", float("inf") if run.is_toy else _PARITY_SECONDS)
+
+
+def _pytest(*names: str, folder: str = "kernels", is_long: bool = False) -> list[str]:
+    """The command for tests of one folder alone: what the other tests want to import need not be installed."""
+    root = Path(__file__).resolve().parents[1]
+    files = [str(root / "tests" / folder / f"test_{folder}_{name}.py") for name in names]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-W", "default", "--confcutdir", str(root / "tests" / folder)]
     # Most of their time goes into compiling, for which there are many cores.
-    parallel = ["-n", "8"] if len(files) > 1 and importlib.util.find_spec("xdist") is not None else []
+    parallel = ["-n", "8"] if is_long and importlib.util.find_spec("xdist") is not None else []
     # Not the project's own settings: they name plugins that may be missing.
-    return ["-c", os.devnull, "--rootdir", str(folder.parents[1]), *options, *parallel, *files]
+    settings = ["-c", os.devnull, "--rootdir", str(root)]
+    return [sys.executable, "-m", "pytest", *settings, *options, *parallel, *files]
 
 
 def exact(run: Run) -> None:
@@ -243,6 +252,7 @@ _STAGES: dict[str, Callable[[Run], None]] = {
     "quantized": quantized,
     "transformers": transformers,
     "sanitizer": sanitizer,
+    "parity": parity,
 }
 
 if __name__ == "__main__":

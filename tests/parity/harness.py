@@ -19,6 +19,7 @@ from workers.tensor_parallel import TensorParallel
 BLOCK_SIZE = 16
 NUM_TOKENS = 64
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # that the list of families is tested on
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,13 @@ def ragged_prompts(count: int = 8, vocab_size: int = 256, seed: int = 0, shortes
     return [torch.randint(vocab_size, (lengths[i % 8],), generator=generator).tolist() for i in range(count)]
 
 
-def load(folder: Path, tp: TensorParallel | None = None, **config: object) -> tuple[CausalLM, KernelBackend]:
-    """The model and the kernels of this machine's CPU."""
-    kernels = select_backend(CPU)
+def load(
+    folder: Path, tp: TensorParallel | None = None, device: torch.device = CPU, **config: object
+) -> tuple[CausalLM, KernelBackend]:
+    """The model and the device's own kernels."""
+    kernels = select_backend(device)
     model_config = ModelConfig(model=str(folder), **config)  # type: ignore[arg-type]
-    return load_model(model_config, tp=tp or TensorParallel.single(), kernels=kernels, device=CPU), kernels
+    return load_model(model_config, tp=tp or TensorParallel.single(), kernels=kernels, device=device), kernels
 
 
 def transformers_greedy(folder: Path, prompts: list[list[int]], num_tokens: int) -> Generation:
@@ -90,11 +93,15 @@ class PagedSession:
         num_tokens: int,
         cache_dtype: torch.dtype | None = None,
         keeps_all: bool = True,
+        device: torch.device = CPU,
     ) -> None:
-        """keeps_all: the model gives the hidden states of all tokens, not of those alone that are sampled after."""
+        """keeps_all: the model gives the hidden states of all tokens, not of those alone that are sampled after.
+
+        device: the model's.
+        """
         spec = model.spec
         self._model = model
-        self._keeps_all = keeps_all
+        self._keeps_all, self._device = keeps_all, device
         self._tokens = [list(prompt) for prompt in prompts]
         self._prompt_lens = [len(prompt) for prompt in prompts]
         self._targets = [len(prompt) + num_tokens for prompt in prompts]
@@ -105,7 +112,8 @@ class PagedSession:
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).to(torch.int32)
         self._block_table = shuffled.view(len(prompts), blocks_each)
         sizes = (num_blocks, BLOCK_SIZE, model.num_local_kv_heads, spec.head_dim)
-        self._caches = [kernels.allocate_kv_cache(*sizes, spec.dtype, CPU, cache_dtype) for _ in range(spec.num_layers)]
+        layers = range(spec.num_layers)
+        self._caches = [kernels.allocate_kv_cache(*sizes, spec.dtype, device, cache_dtype) for _ in layers]
 
     def run(self, budget: int) -> Generation:
         """Decode greedily until every sequence has its tokens; each step computes at most `budget` tokens."""
@@ -142,15 +150,16 @@ class PagedSession:
         ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         seq_lens = [span.stop for span in spans]
         metadata = AttentionMetadata(
-            query_start_loc=ends,
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            block_table=table,
+            query_start_loc=ends.to(self._device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self._device),
+            block_table=table.to(self._device),
             num_decodes=sum(count == 1 for count in counts),
             max_query_len=max(counts),
             max_seq_len=max(seq_lens),
         )
         samples = [row for row, (i, seq_len) in enumerate(zip(rows, seq_lens, strict=True)) if self._is_all(i, seq_len)]
-        wanted = ends[1:].long()[samples] - 1
+        wanted = (ends[1:].long()[samples] - 1).to(self._device)
+        input_ids, positions, slots = (part.to(self._device) for part in (input_ids, positions, slots))
         kept = None if self._keeps_all else KeptTokens(wanted, _last_tokens(metadata, samples))
         with torch.inference_mode():
             hidden = self._model.forward(input_ids, positions, ForwardBatch(metadata, slots, kept), self._caches)
@@ -159,7 +168,7 @@ class PagedSession:
         for i, seq_len in zip(rows, seq_lens, strict=True):
             self._computed[i] = seq_len
         if logits is not None:
-            self._sample([rows[row] for row in samples], logits)
+            self._sample([rows[row] for row in samples], logits.cpu())
 
     def _is_all(self, i: int, seq_len: int) -> bool:
         return seq_len == len(self._tokens[i])
@@ -175,7 +184,7 @@ class PagedSession:
 def _last_tokens(metadata: AttentionMetadata, sequences: list[int]) -> AttentionMetadata:
     seq_lens = metadata.seq_lens[sequences]
     return AttentionMetadata(
-        query_start_loc=torch.arange(len(sequences) + 1, dtype=torch.int32),
+        query_start_loc=torch.arange(len(sequences) + 1, dtype=torch.int32, device=seq_lens.device),
         seq_lens=seq_lens,
         block_table=metadata.block_table[sequences],
         num_decodes=len(sequences),
@@ -193,9 +202,10 @@ def paged_greedy(
     cache_dtype: torch.dtype | None = None,
     *,
     keeps_all: bool = True,
+    device: torch.device = CPU,
 ) -> Generation:
     """Our answer."""
-    return PagedSession(model, kernels, prompts, num_tokens, cache_dtype, keeps_all).run(budget)
+    return PagedSession(model, kernels, prompts, num_tokens, cache_dtype, keeps_all, device).run(budget)
 
 
 def largest_difference(ours: Generation, theirs: Generation) -> float:

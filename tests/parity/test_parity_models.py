@@ -15,6 +15,7 @@ from novainfer import LLM, SamplingParams
 from tests.parity.builders import FAMILIES, FOREIGN_FAMILIES
 from tests.parity.harness import (
     CPU,
+    DEVICE,
     NUM_TOKENS,
     Generation,
     largest_difference,
@@ -45,8 +46,8 @@ def assert_same(ours: Generation, theirs: Generation) -> None:
 def test_family_given_ragged_prompts_when_decoded_greedily_then_equals_transformers(
     name: str, checkpoint: Build, expected: Expect
 ) -> None:
-    model, kernels = load(checkpoint(name), model_backend="native")
-    assert_same(paged_greedy(model, kernels, ragged_prompts(), NUM_TOKENS), expected(name))
+    model, kernels = load(checkpoint(name), device=DEVICE, model_backend="native")
+    assert_same(paged_greedy(model, kernels, ragged_prompts(), NUM_TOKENS, device=DEVICE), expected(name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
