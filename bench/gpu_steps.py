@@ -155,13 +155,10 @@ def gap_figures(spans: Sequence[Span]) -> dict[str, float]:
     if len(begins) <= _WARM_UP_STEPS + 1:  # not recorded as graphs
         return {"busy": covered(spans)}
     spans = spans[begins[_WARM_UP_STEPS] : begins[-1] + 1]
-    gaps = idle_gaps(spans)
-    return {
-        "busy": covered(spans),
-        "gaps": len(gaps),
-        "gap_us_p50": percentile(gaps, 50),
-        "gap_us_p99": percentile(gaps, 99),
-    }
+    figures, gaps = {"busy": covered(spans)}, idle_gaps(spans)
+    if gaps:  # else no step's end was found, and 0 would look perfect
+        figures |= {"gaps": len(gaps), "gap_us_p50": percentile(gaps, 50), "gap_us_p99": percentile(gaps, 99)}
+    return figures
 
 
 def idle_gaps(spans: Sequence[Span]) -> list[float]:
