@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -171,6 +172,7 @@ def main() -> None:
     for name in ("--sequences", "--num-input", "--num-output", "--vocab"):
         parser.add_argument(name, type=int, required=True)
     given = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: nothing is looked for elsewhere
     rng = random.Random(0)
     prompts, others = (
         [[rng.randrange(given.vocab) for _ in range(given.num_input)] for _ in range(given.sequences)] for _ in range(2)
