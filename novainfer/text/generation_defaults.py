@@ -15,8 +15,9 @@ from novainfer.errors import ConfigError, InvalidRequestError
 from novainfer.sampling.params import MAX_ID_LIST, SamplingParams, validate
 
 FILE = "generation_config.json"
-_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_PLAIN = 2**53
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # of no use where the likeliest token is taken
+_NUMBERS = (*_SAMPLING, "repetition_penalty")
+_PLAIN = 2**53  # up to it every whole number is a float
 _ANY_VOCABULARY = 2**31  # ids beyond the model's are left out where its size is known
 # Fields of transformers' GenerationConfig that would change the tokens and have no equivalent here, with the values
 # that mean nothing. `null` means nothing anywhere.
@@ -75,14 +76,11 @@ class GenerationDefaults:
         return cls(defaults, banned, tuple(ignored))
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # of no use where the likeliest token is taken
-
-
 def _number(name: str, value: Any) -> Any:
     """The number in the type that a request's would have; what is none is left for the check."""
     if isinstance(value, float) and name == "top_k" and value.is_integer():
         return int(value)
-    if type(value) is int and name != "top_k" and abs(value) <= _PLAIN:  # others no float can hold
+    if type(value) is int and name != "top_k" and abs(value) <= _PLAIN:
         return float(value)
     return value
 
