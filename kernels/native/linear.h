@@ -141,7 +141,7 @@ struct LinearTile {
 
     template <int M, int N>
     INLINE void block(long row, long panel) const {
-        multiply<M, N>(row, panel, row > 0 ? kNoPrefetch : kStreamed);  // the first rows have brought the panels into a cache
+        multiply<M, N>(row, panel, row > 0 ? kNoPrefetch : streamed(M));  // the first rows have brought the panels into a cache
     }
 
     template <int M, int N, class Wanted>

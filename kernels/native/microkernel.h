@@ -104,12 +104,14 @@ using Bf16Format = Bf16DotPanel;
 using Bf16Format = Bf16Panel;
 #endif
 
-// How many bytes ahead of their use panels are asked for.
+// How many bytes ahead of their use panels are asked for: for the first cache, and for the second; 0: not at all.
 struct Prefetch {
-    long ahead;
+    long near, far;
 };
-constexpr Prefetch kNoPrefetch = {0};   // that is left to the processor
-constexpr Prefetch kStreamed = {8192};  // from memory, one stream from end to end, beside few rows: they leave it room
+constexpr Prefetch kNoPrefetch = {0, 0};  // that is left to the processor
+// One stream from end to end, from memory. With one row or two, what is asked for takes all of the time: once is enough. Beside the products
+// of more rows the first cache alone has not the room to ask for as much as is on its way from memory.
+constexpr Prefetch streamed(int rows) { return rows < 4 ? Prefetch{4096, 0} : Prefetch{2048, 16384}; }
 
 // acc[m][n] += sum over `steps` of x[m] * w[n], in order. x: Rows or SideRows; a panel's steps lie w_stride elements apart.
 template <class Format, class Sum, int M, int N, class Operand>
@@ -118,7 +120,9 @@ INLINE void accumulate(Sum (&acc)[M][N], const Operand& x, const typename Format
     const long step_bytes = w_stride * (long)sizeof(typename Format::T);
     for (long k = 0; k < steps; k++) {
         UNROLL for (int n = 0; n < N; n++) {
-            if (prefetch.ahead > 0) __builtin_prefetch((const char*)w[n] + k * step_bytes + prefetch.ahead, 0, 3);
+            const char* at = (const char*)w[n] + k * step_bytes;
+            if (prefetch.near > 0) __builtin_prefetch(at + prefetch.near, 0, 3);
+            if (prefetch.far > 0) __builtin_prefetch(at + prefetch.far, 0, 2);
         }
         Format::step(acc, x, k * Format::kPack, w, k * w_stride);
     }

@@ -55,7 +55,7 @@ struct WidenedPanels {
         for (long i = 0; i < piece.count / Format::kPack; i++) {
             UNROLL for (int p = 0; p < P; p++) {
                 __m512bh pairs[kPairs];
-                __builtin_prefetch(from[p] + i * step + kStreamed.ahead, 0, 3);
+                __builtin_prefetch(from[p] + i * step + kFarBytes, 0, 3);
                 Columns::widen(from[p] + i * step, pairs);
                 UNROLL for (int j = 0; j < kPairs; j++) {
                     _mm512_store_si512(slot + p * kSlotBytes / 2 + (i * kPairs + j) * kRowBytes, (__m512i)pairs[j]);
