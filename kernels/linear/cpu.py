@@ -98,7 +98,8 @@ class PackedLinear(NativeLinear):
         check_dtype("weight", weight, *DTYPES)
         weight = last_dim_contiguous(weight.detach())
         n, k = weight.shape
-        panels = (-(-n // LANES), *panel_shape(k, LANES, weight.dtype))
+        # An even number of panels: some instruction sets lay two side by side.
+        panels = (-(-n // (2 * LANES)) * 2, *panel_shape(k, LANES, weight.dtype))
         packed = library.weight_memory.zeros(panels, weight.dtype)
         super().__init__(library.linear, (n, k), weight.dtype, packed, bias)
         self._pass(lambda layer: layer)

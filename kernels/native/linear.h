@@ -2,10 +2,11 @@
 #pragma once
 
 #include "microkernel.h"
+#include "tiles.h"
 
 // Mirrored by `kernels.linear.cpu.LinearArguments`.
 struct LinearArguments {
-    const void* packed;  // panels of 16 output columns, see microkernel.h
+    const void* packed;  // panels of 16 output columns, see `pack_linear`
     const float* bias;   // [n] or null
     int64_t n, k;
     int64_t dtype, out_dtype;  // of x and packed; of y, or kRounded
@@ -18,21 +19,31 @@ constexpr int64_t kRounded = 3;   // float32 that holds what the element type wo
 constexpr long kGroupPanels = 4;  // panels that one thread takes at a time
 constexpr int kBlockRows = kWidth == 16 ? 8 : 4;
 
+// Panels that lie step by step side by side. One stream from memory then feeds two sums of each row: with a single one, which waits for
+// its last product to end, a thread reads no faster than that. Tiles take panels that lie one behind the other.
+#if defined(NOVA_TILES)
+constexpr int kSidePanels = 1;
+#else
+constexpr int kSidePanels = kWidth == 16 ? 2 : 1;
+#endif
+
 // Panels that share one pass over M rows, as many as the register file holds.
 constexpr int panels_for(int rows) {
     return kWidth == 16 ? (rows >= 16 ? 1 : rows >= 8 ? 2 : 4) : kWidth == 8 ? (rows >= 4 ? 1 : rows == 2 ? 2 : 4) : (rows >= 2 ? 1 : 2);
 }
 
-// weight [n, k], rows row_stride elements apart -> panels [ceil(n / 16)][ceil(k / kPack)][16][kPack], padded with zeros.
+// weight [n, k], rows row_stride elements apart -> panels [ceil(n / width)][ceil(k / kPack)][width][kPack], padded with zeros, of a width
+// of 16 or, side by side, 32.
 template <class T>
 void pack_linear(const T* weight, T* packed, long n, long k, long row_stride, long threads) {
     constexpr int pack = FormatOf<T>::type::kPack;
+    constexpr long width = kSidePanels * kLanes;
     const long steps = ceil_div(k, pack);
-    parallel_for(ceil_div(n, kLanes), (double)n * k, threads, [&](long panel) {
-        T* to = packed + panel * steps * kLanes * pack;
+    parallel_for(ceil_div(n, width), (double)n * k, threads, [&](long panels) {
+        T* to = packed + panels * steps * width * pack;
         for (long step = 0; step < steps; step++) {
-            for (long i = 0; i < kLanes * pack; i++) {
-                const long row = panel * kLanes + i / pack, column = step * pack + i % pack;
+            for (long i = 0; i < width * pack; i++) {
+                const long row = panels * width + i / pack, column = step * pack + i % pack;
                 *to++ = row < n && column < k ? weight[row * row_stride + column] : T{};
             }
         }
@@ -134,14 +145,14 @@ struct Output {
 template <class T>
 struct LinearTile {
     using Format = typename FormatOf<T>::type;
-    static constexpr int kStreamPanels = 1;
+    static constexpr int kStreamPanels = kSidePanels;
     const LinearArguments& args;
     const Operands<typename Format::X>& operands;
     Output<T> output;
 
     template <int M, int N>
     INLINE void block(long row, long panel) const {
-        multiply<M, N>(row, panel, row > 0 ? kNoPrefetch : streamed(M));  // the first rows have brought the panels into a cache
+        multiply<M, N>(row, panel, row > 0 ? kNoPrefetch : streamed(M, kSidePanels));  // the first rows have brought the panels into a cache
     }
 
     template <int M, int N, class Wanted>
@@ -157,12 +168,15 @@ struct LinearTile {
             UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
         }
         const long steps = ceil_div(args.k, Format::kPack);
-        accumulate<Format>(acc, operands.template block<M>(row), w, kLanes * Format::kPack, steps, wanted);
+        accumulate<Format>(acc, operands.template block<M>(row), w, kSidePanels * kLanes * Format::kPack, steps, wanted);
         output.write(row, panels, acc);
     }
 
     INLINE long panel_bytes() const { return round_up(args.k, Format::kPack) * kLanes * (long)sizeof(T); }
-    INLINE const char* panel_at(long panel) const { return (const char*)args.packed + panel * panel_bytes(); }
+    INLINE const char* panel_at(long panel) const {
+        const long aside = panel % kSidePanels;
+        return (const char*)args.packed + (panel - aside) * panel_bytes() + aside * kLanes * Format::kPack * (long)sizeof(T);
+    }
 };
 
 constexpr long kStreamRows = 16;  // read a panel while it comes from memory

@@ -109,9 +109,11 @@ struct Prefetch {
     long near, far;
 };
 constexpr Prefetch kNoPrefetch = {0, 0};  // that is left to the processor
-// One stream from end to end, from memory. With one row or two, what is asked for takes all of the time: once is enough. Beside the products
-// of more rows the first cache alone has not the room to ask for as much as is on its way from memory.
-constexpr Prefetch streamed(int rows) { return rows < 4 ? Prefetch{4096, 0} : Prefetch{2048, 16384}; }
+// One stream from end to end, from memory, of so many panels side by side. Beside the products of some rows the first cache alone has not
+// the room to ask for as much as is on its way from memory. Beside fewer, two panels are met as fast as the processor asks by itself.
+constexpr Prefetch streamed(int rows, int panels) {
+    return rows >= (panels > 1 ? 8 : 4) ? Prefetch{2048, 16384} : panels > 1 ? kNoPrefetch : Prefetch{4096, 0};
+}
 
 // acc[m][n] += sum over `steps` of x[m] * w[n], in order. x: Rows or SideRows; a panel's steps lie w_stride elements apart.
 template <class Format, class Sum, int M, int N, class Operand>

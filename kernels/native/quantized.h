@@ -100,7 +100,7 @@ struct QuantizedTile {
                 const auto first = rule.first_sum(row + m, group);
                 UNROLL for (int n = 0; n < N; n++) acc[m][n] = first;
             }
-            accumulate<Format>(acc, from, w, step, records.steps(group), streamed(M));
+            accumulate<Format>(acc, from, w, step, records.steps(group), streamed(M, 1));
             UNROLL for (int n = 0; n < N; n++) {
                 const Vec scale = half_scales ? load((const Fp16*)scales[n]) : load((const Bf16*)scales[n]);
                 UNROLL for (int m = 0; m < M; m++) {
