@@ -152,7 +152,9 @@ struct LinearTile {
 
     template <int M, int N>
     INLINE void block(long row, long panel) const {
-        multiply<M, N>(row, panel, row > 0 ? kNoPrefetch : streamed(M, kSidePanels));  // the first rows have brought the panels into a cache
+        constexpr bool in_pairs = kSidePanels == 2;
+        constexpr Prefetch wanted = streamed(M, in_pairs ? 8 : 4, in_pairs);
+        multiply<M, N>(row, panel, row > 0 ? kNoPrefetch : wanted);  // the first rows have brought the panels into a cache
     }
 
     template <int M, int N, class Wanted>

@@ -74,6 +74,9 @@ struct ScaledRows {
 template <class T, class Format, class RowsRule>
 struct QuantizedTile {
     static constexpr int kStreamPanels = kGroupPanels;  // of which one stream could not keep the multipliers busy
+    // Integers that are widened first, and above all into half registers, leave the processor less room to look ahead.
+    template <int M>
+    static constexpr Prefetch kWanted = streamed(M, kWidth < 16 ? 2 : sizeof(typename Format::X) == 1 ? 8 : 4, kRecordPanels == 2);
     const Records<Format>& records;
     const uint8_t* packed;
     const Operands<typename Format::X>& operands;
@@ -100,7 +103,7 @@ struct QuantizedTile {
                 const auto first = rule.first_sum(row + m, group);
                 UNROLL for (int n = 0; n < N; n++) acc[m][n] = first;
             }
-            accumulate<Format>(acc, from, w, step, records.steps(group), streamed(M, 1));
+            accumulate<Format>(acc, from, w, step, records.steps(group), kWanted<M>);
             UNROLL for (int n = 0; n < N; n++) {
                 const Vec scale = half_scales ? load((const Fp16*)scales[n]) : load((const Bf16*)scales[n]);
                 UNROLL for (int m = 0; m < M; m++) {
