@@ -121,7 +121,7 @@ class Replica:
         if engine.scheduler.num_in_flight == 0:
             self._last_progress = now
         self._executor.listen()  # first: what ranks said while they were idle is older than the plans to come
-        submitted = engine.submit()
+        engine.submit()
         outputs = engine.collect(0.0)
         if outputs is not None:
             self._last_progress = now
@@ -129,7 +129,7 @@ class Replica:
             if self._num_steps == 1:
                 self._next_stats = now  # the supervisor shall know at once that this group gets on
             self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
-        return bool(submitted) or outputs is not None
+        return outputs is not None  # then there may be more of them, and room for a step
 
     def _try_start(self) -> bool:
         info = self._executor.try_ready()
@@ -310,6 +310,8 @@ class Replica:
         plain: PlainTokens | None = None,
     ) -> None:
         """One message per gateway, however many tokens."""
+        if not outputs and not prompt_logprobs and plain is None:
+            return
         step = self._engine.scheduler.step if self._engine is not None else 0
         batches: defaultdict[bytes, OutputBatch] = defaultdict(lambda: OutputBatch(self._epoch, step, []))
         owner = self._owner.get

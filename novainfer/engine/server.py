@@ -25,7 +25,7 @@ from novainfer.logs import configure
 from novainfer.protocol.link import BEAT_SECONDS, Packet, packets_in
 from novainfer.protocol.supervision import FIRST_EPOCH, ORDERS_SCHEMA, ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildStarted
 from novainfer.transport.addresses import RunDir
-from novainfer.transport.channel import bind_pull, bind_router, connect_push
+from novainfer.transport.channel import bind_pull, bind_router, connect_push, has_message
 from novainfer.transport.parent import die_with_parent
 
 logger = logging.getLogger("novainfer.scheduler")
@@ -80,10 +80,11 @@ class SchedulerServer:
             self._context.term()
 
     def _receive(self, timeout: float) -> None:
-        ready = dict(self._poller.poll(int(timeout * 1000)))
-        if self._orders in ready:
+        if timeout:  # else looking at the two sockets costs less
+            self._poller.poll(int(timeout * 1000))
+        if has_message(self._orders):
             self._take_order()
-        if self._gateway_socket in ready:
+        if has_message(self._gateway_socket):
             self._hear_gateways()
 
     def _hear_gateways(self) -> None:
