@@ -8,7 +8,7 @@ tokens from the start on. Keys that collide cost speed, and give nobody the bloc
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ def root_key(*salts: str) -> bytes:
 
 def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Key of the block that holds `token_ids` after the prefix `parent`: 32 bytes."""
-    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+    return hashlib.sha256(parent + struct.pack(f"={len(token_ids)}q", *token_ids)).digest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
