@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from novainfer.errors import ProtocolError
 from novainfer.protocol.link import WINDOW, Inbox, Packet
 from novainfer.protocol.merge import merge_outputs
 from novainfer.protocol.messages import EngineInfo, OutputBatch, PromptLogprobs, TokenOutput
-from novainfer.scheduler.request import Request
+from novainfer.scheduler.batch import PlainTokens
+from novainfer.scheduler.request import Request, Sequence
+
+
+class Owners(dict[str, bytes]):
+    """Whose the live requests are: by request id, the socket identity of the gateway. Written item by item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: tuple[list[Sequence], list[tuple[bytes, list[int] | None]]] | None = None
+
+    def parts(self, plain: PlainTokens) -> Iterator[tuple[bytes, PlainTokens]]:
+        """The tokens of each gateway; those of requests without one are left out."""
+        if self._last is None or self._last[0] is not plain.sequences:
+            self._last = plain.sequences, self._places(plain.sequences)
+        for identity, places in self._last[1]:
+            yield identity, plain if places is None else plain.at(places)
+
+    def _places(self, sequences: list[Sequence]) -> list[tuple[bytes, list[int] | None]]:
+        """Where each gateway's are; None: it has them all."""
+        owners = list(map(self.get, [sequence.request_id for sequence in sequences]))
+        if len(set(owners)) == 1 and owners[0] is not None:
+            return [(owners[0], None)]
+        found: defaultdict[bytes, list[int]] = defaultdict(list)
+        for place, identity in enumerate(owners):
+            if identity is not None:
+                found[identity].append(place)
+        return list(found.items())
+
+    def __setitem__(self, request_id: str, identity: bytes) -> None:
+        self._last = None
+        super().__setitem__(request_id, identity)
+
+    def __delitem__(self, request_id: str) -> None:
+        self._last = None
+        super().__delitem__(request_id)
+
+    def pop(self, request_id: str, default: Any = None) -> Any:
+        """As of any dict, with None as default."""
+        self._last = None
+        return super().pop(request_id, default)
 
 
 class GatewayLink:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from novainfer.config import ServeConfig
 from novainfer.engine.core import EngineCore
-from novainfer.engine.gateways import GatewayLink
+from novainfer.engine.gateways import GatewayLink, Owners
 from novainfer.engine.metrics import collect_stats
 from novainfer.engine.orphans import Orphans, as_message, ends
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
@@ -82,7 +82,7 @@ class Replica:
         self._have_failed = False  # the workers; the supervisor has been told
         self._num_steps = 0  # that ended in this epoch
         self._gateways: dict[bytes, GatewayLink] = {}  # by socket identity
-        self._owner: dict[str, bytes] = {}  # request id -> socket identity of its gateway
+        self._owner = Owners()
         self._orphans = Orphans(config.server.orphan_grace)
         self._last_progress = self._next_stats = now
 
@@ -266,6 +266,9 @@ class Replica:
         if self._orphans.is_lent(*name) or any(gateway.reads(*name) for gateway in self._gateways.values()):
             return Claimed(message.query, [], is_owned=True)
         found = self._orphans.claim(*name, identity, now)
+        if self._engine is not None:
+            for request in found:
+                self._engine.scheduler.settle(request)
         return Claimed(message.query, [as_message(request, now) for request in found], False, [ends(r) for r in found])
 
     # -- gateways go ----------------------------------------------------------------------------------------
@@ -315,9 +318,9 @@ class Replica:
         step = self._engine.scheduler.step if self._engine is not None else 0
         batches: defaultdict[bytes, OutputBatch] = defaultdict(lambda: OutputBatch(self._epoch, step, []))
         owner = self._owner.get
-        for gateway, tokens in () if plain is None else self._by_gateway(plain):
+        for gateway, tokens in () if plain is None else self._owner.parts(plain):
             batch = batches[gateway]
-            batch.refs.extend([sequence.ref for sequence in tokens.sequences])
+            batch.refs.extend(tokens.refs)
             batch.indexes.extend(tokens.indexes)
             batch.token_ids.extend(tokens.token_ids)
             if 0 in tokens.indexes:
@@ -339,19 +342,6 @@ class Replica:
                 identity = self._owner.pop(output.request_id, None)
                 if identity is not None:
                     self._gateways[identity].ended(output.request_id)
-
-    def _by_gateway(self, plain: PlainTokens) -> Iterator[tuple[bytes, PlainTokens]]:
-        """The tokens whose reader has a gateway, by that."""
-        owners = list(map(self._owner.get, [sequence.request_id for sequence in plain.sequences]))
-        if len(set(owners)) == 1 and owners[0] is not None:
-            yield owners[0], plain
-            return
-        found: defaultdict[bytes, PlainTokens] = defaultdict(PlainTokens)
-        tokens = zip(owners, plain.sequences, plain.indexes, plain.token_ids, strict=True)
-        for identity, sequence, index, token_id in tokens:
-            if identity is not None:
-                found[identity].add(sequence, index, token_id)
-        yield from found.items()
 
     def _refuse(self, refused: list[RequestRejected]) -> None:
         """Requests that were accepted, and will not be run after all."""

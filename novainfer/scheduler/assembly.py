@@ -57,6 +57,7 @@ class StepAssembly:
 
     def schedule_alone(self, suspect: Sequence) -> bool:
         """A step for this sequence and no other; False if it has to wait for rows or blocks like any other."""
+        self._rows.cohort.dissolve()
         if suspect.is_running:
             self._add(suspect, min(suspect.num_tokens - suspect.num_computed_tokens, self.batch.budget))
             return True
@@ -88,28 +89,51 @@ class StepAssembly:
         order = self._placement.decode_order()
         if taken:
             order = [s for s in order if id(s) not in taken]
+        cohort = self._rows.cohort
+        is_plain = not (self._excess or self._isolation or any(s.drafts is not None for s in cohort.others))
+        if not is_plain:
+            cohort.dissolve()
+        candidates = cohort.others if is_plain else order
         wanted = [
             s
-            for s in order
+            for s in candidates
             # One token, and not its last, however many drafts in flight come true.
             if s.num_computed_tokens + 1 == len(s.token_ids) + s.num_pending < s.end_len - s.num_ahead
         ]
-        self._may_have_chunks = len(wanted) < len(order)
+        self._may_have_chunks = len(wanted) < len(candidates)
         self._draft_cost = None
+        if is_plain:
+            wanted = self._through_cohort(wanted)
         self._add_decodes(self._paced(wanted), order)
+
+    def _through_cohort(self, wanted: list[Sequence]) -> list[Sequence]:
+        """Who of these may join the cohort does. Returns the others, and members that need a block, by age."""
+        cohort = self._rows.cohort
+        for sequence in wanted:
+            if cohort.admits(sequence):
+                cohort.join(sequence, self._step)
+        others = [sequence for sequence in wanted if not sequence.joined]
+        growing = cohort.starting_blocks(self._step)
+        return sorted(others + growing, key=lambda s: s.age) if others else growing
 
     def _add_decodes(self, chosen: list[Sequence], order: list[Sequence]) -> None:
         """One more token for each: `StepBatch.add` written out, since this runs for every token that is ever made."""
         batch, block_size, step = self.batch, self._rows.info.block_size, self._step
-        first, add, paid = len(batch.decodes), batch.decodes.append, []
+        cohort = self._rows.cohort
+        added: list[Sequence] = []
+        paid: list[Sequence] = []
+        add = added.append
         for sequence in chosen:
             if sequence.row < 0:
                 continue  # it was preempted a moment ago, for another one
+            if sequence.joined:
+                self._placement.grow(sequence, batch, order)
+                continue
             computed = sequence.num_computed_tokens
             if (computed % block_size == 0 or sequence.num_ahead) and not self._placement.grow(sequence, batch, order):
                 continue
             if sequence.drafts is not None and (most := self._drafts(sequence, chosen)):
-                batch.allow_drafts(sequence, most)
+                batch.allow_drafts(sequence, most, len(batch.decodes) + len(added))
             add(sequence)
             sequence.num_computed_tokens = computed + 1
             sequence.num_pending += 1
@@ -122,10 +146,8 @@ class StepAssembly:
                 sequence.work += 2
             if computed < sequence.prompt_len:
                 batch.prompts.append(sequence)
-        added = batch.decodes[first:]
-        batch.sampled_decodes += added
-        batch.budget -= len(added)
         twice, once = Counter([s.tenant for s in added]), Counter([s.tenant for s in paid])
+        twice += cohort.advance(batch, added, step)
         for name, count in twice.items():
             self._shares.charge(name, 2 * count - once[name])
 
@@ -146,7 +168,7 @@ class StepAssembly:
         """Tenants for whom others make way in this step: they have a prompt to compute, are not far above their share,
         and got no more service than one that is, and that therefore yields.
         """
-        prompts = [s for s in self._rows.running if s.num_tokens - s.num_computed_tokens > 1]
+        prompts = [s for s in self._rows.cohort.others if s.num_tokens - s.num_computed_tokens > 1]
         if self._rows.num_free:
             prompts += self._waiting.heads(self._excess)
         served = {s.tenant: self._shares.of(s.tenant).served for s in prompts if s.tenant not in self._excess}
@@ -183,7 +205,7 @@ class StepAssembly:
             return
         taken = set(map(id, self.batch.chunks))
         found: dict[str, list[Sequence]] = {}
-        for s in self._rows.running:
+        for s in self._rows.cohort.others:
             if len(s.token_ids) + s.num_pending - s.num_computed_tokens > 1 and id(s) not in taken:
                 found.setdefault(s.tenant, []).append(s)
         for name in sorted(found, key=lambda name: (self._shares.of(name).served, found[name][0].age)):

@@ -2,34 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TypeVar
 
 from novainfer.errors import EngineError
 from novainfer.protocol.messages import PromptLogprobs, TokenOutput
 from novainfer.protocol.step import IndexedBlock, NewBlocks, NewRow, StepPlan, StepResult
 from novainfer.scheduler.request import Sequence
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """The members of a `Cohort` at some time, in order of age. Columns, never changed."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    refs: list[int] = field(default_factory=list)
+    first_indexes: list[int] = field(default_factory=list)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """A step in flight. Columns, in the plan's order: one entry for each row that it runs.
 
-    `rows` and `generations` are kept, since a sequence may lose its row before the result.
+    `rows` are kept, since a sequence may lose its row before the result. The first rows are those of `steady`.
     """
 
     step: int
     sequences: list[Sequence]
     rows: list[int]
-    generations: list[int]
-    sampled: list[Sequence]  # those that get a token, and their rows
+    steady: Steady
+    others: dict[int, int]  # places of those that are not members of the cohort (any more), and their generations
+    sampled: list[Sequence]  # those that get a token; their rows; by place: see `Steady`
     sampled_rows: list[int]
+    sampled_refs: list[int]
+    first_indexes: list[int]
+    sampled_others: list[int]  # places in `sampled` of those that are no members (any more)
     counts: list[int]  # tokens that each row computes, drafts aside
     drafts: list[int]  # empty, or the most drafts of each decode
     num_tokens: int  # that it computes
     context: int  # tokens that those it computes attend to: all of its rows
     submitted: float | None  # seconds, on the caller's clock
     begun: list[Sequence]  # whose prompt is whole with it
+
+    def single_out(self, sequence: Sequence) -> None:
+        """A member of the cohort leaves it: from now on it is one of the others here too."""
+        self.others[self.rows.index(sequence.row)] = sequence.generation
+        self.sampled_others.append(self.sampled_rows.index(sequence.row))
+
+    def not_finite(self, result: StepResult) -> list[Sequence]:
+        """Those whose logits were not."""
+        if not result.bad_rows:
+            return []
+        return [s for s, row in zip(self.sequences, self.rows, strict=True) if row in result.bad_rows]
+
+    def confirm(self, block_size: int, steady: list[Sequence]) -> list[Sequence]:
+        """What the others have computed in it is there. Returns those that run and have filled a block by it, together
+        with members of the cohort, `steady`, that have: in the plan's order.
+        """
+        full = []
+        for place, generation in self.others.items():
+            sequence, count = self.sequences[place], self.counts[place]
+            if generation == sequence.generation:
+                sequence.num_confirmed_tokens = confirmed = sequence.num_confirmed_tokens + count
+                if confirmed % block_size < count and sequence.is_running:
+                    full.append(sequence)
+        if not full:
+            return steady
+        places = {row: place for place, row in enumerate(self.rows)}
+        return sorted(full + steady, key=lambda s: places[s.row])
 
     def sampled_by(self, result: StepResult) -> list[Sequence]:
         """Whose tokens the result has, in its order. Raises `EngineError` if it does not answer this step."""
@@ -48,6 +93,13 @@ class StepRecord:
             raise EngineError(f"the result of step {result.step} has {len(result.logprobs)} log-probabilities")
         return sampled
 
+    def plain_tokens(self, sampled: list[Sequence], token_ids: list[int]) -> PlainTokens:
+        """The tokens of `sampled_by`, with output indexes where it is a member of the cohort that has one."""
+        if self.drafts:
+            return PlainTokens(sampled, [s.ref for s in sampled], [0] * len(sampled), token_ids)
+        step = self.step
+        return PlainTokens(sampled, self.sampled_refs, [index + step for index in self.first_indexes], token_ids)
+
     def prompt_logprobs(self, result: StepResult) -> list[PromptLogprobs]:
         """Those of requests that have not ended, as their clients get them."""
         if not result.prompt_logprobs:
@@ -62,17 +114,24 @@ class StepRecord:
 
 @dataclass(slots=True)
 class PlainTokens:
-    """Tokens of choices that have a number at their gateway, without anything else to tell. Columns."""
+    """Tokens of choices that have a number at their gateway, without anything else to tell. Columns.
+
+    `sequences` is the same list, unchanged, as long as it is the same choices that have them.
+    """
 
     sequences: list[Sequence] = field(default_factory=list)
+    refs: list[int] = field(default_factory=list)
     indexes: list[int] = field(default_factory=list)  # output indexes
     token_ids: list[int] = field(default_factory=list)
 
-    def add(self, sequence: Sequence, index: int, token_id: int) -> None:
-        """One more."""
-        self.sequences.append(sequence)
-        self.indexes.append(index)
-        self.token_ids.append(token_id)
+    def without(self, places: Collection[int]) -> PlainTokens:
+        """All but those at some places."""
+        return self.at([i for i in range(len(self.refs)) if i not in places]) if places else self
+
+    def at(self, places: list[int]) -> PlainTokens:
+        """Those at some places."""
+        columns = (self.sequences, self.refs, self.indexes, self.token_ids)
+        return PlainTokens(*[[column[place] for place in places] for column in columns])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +154,9 @@ class StepBatch:
     """Collects rows under one token budget; decodes and prefill chunks are kept apart for the plan's order."""
 
     budget: int  # tokens left
+    steady: Steady = field(default_factory=Steady)  # decodes that come before the others
     decodes: list[Sequence] = field(default_factory=list)
+    steady_context: int = 0  # computed tokens of the cohort's members
     chunks: list[Sequence] = field(default_factory=list)
     chunk_sizes: list[int] = field(default_factory=list)
     drafts: dict[int, int] = field(default_factory=dict)  # the most drafts, by the place in `decodes`
@@ -127,9 +188,24 @@ class StepBatch:
         sequence.num_pending += 1
         return True
 
-    def allow_drafts(self, sequence: Sequence, most: int) -> None:
-        """The decode that comes next may have so many drafts."""
-        self.drafts[len(self.decodes)] = most
+    @property
+    def is_empty(self) -> bool:
+        return not (self.steady.rows or self.decodes or self.chunks)
+
+    def add_steady(self, steady: Steady) -> None:
+        """One token for each of the members of the cohort, before other decodes are added."""
+        self.steady = steady
+        self.budget -= len(steady.rows)
+
+    def add_decodes(self, decodes: list[Sequence]) -> None:
+        """Rows with one token each, which are advanced already."""
+        self.decodes += decodes
+        self.sampled_decodes += decodes
+        self.budget -= len(decodes)
+
+    def allow_drafts(self, sequence: Sequence, most: int, place: int) -> None:
+        """The decode at this place in `decodes` may have so many drafts."""
+        self.drafts[place] = most
         self.budget -= most
         sequence.num_ahead += most
 
@@ -162,23 +238,35 @@ class StepBatch:
 
     def record(self, step: int, submitted: float | None) -> StepRecord:
         """What to remember of it."""
-        sequences = self.decodes + self.chunks
-        sampled = self.sampled_decodes + self.sampled_chunks
-        rows = [s.row for s in sequences]
+        steady = self.steady
+        first = len(steady.rows)
+        others, sampled_others = self.decodes + self.chunks, self.sampled_decodes + self.sampled_chunks
+        rows = _with(steady.rows, [s.row for s in others])
+        are_all_sampled = len(sampled_others) == len(others)
+        num_decodes = first + len(self.decodes)
         return StepRecord(
             step=step,
-            sequences=sequences,
+            sequences=_with(steady.sequences, others),
             rows=rows,
-            generations=[s.generation for s in sequences],
-            sampled=sampled,
-            sampled_rows=rows if len(sampled) == len(sequences) else [s.row for s in sampled],
-            counts=[1] * len(self.decodes) + self.chunk_sizes,
+            steady=steady,
+            others={place: s.generation for place, s in enumerate(others, first) if not s.joined},
+            sampled=_with(steady.sequences, sampled_others),
+            sampled_rows=rows if are_all_sampled else steady.rows + [s.row for s in sampled_others],
+            sampled_refs=_with(steady.refs, [s.ref for s in sampled_others]),
+            first_indexes=_with(steady.first_indexes, [s.first_index for s in sampled_others]),
+            sampled_others=[place for place, s in enumerate(sampled_others, first) if not s.joined],
+            counts=[1] * num_decodes + self.chunk_sizes,
             drafts=[self.drafts.get(i, 0) for i in range(len(self.decodes))] if self.drafts else [],
-            num_tokens=len(self.decodes) + sum(self.chunk_sizes),
-            context=sum([s.num_computed_tokens for s in sequences]),
+            num_tokens=num_decodes + sum(self.chunk_sizes),
+            context=self.steady_context + sum([s.num_computed_tokens for s in others if not s.joined]),
             submitted=submitted,
             begun=[s for s in self.prompts if s.num_computed_tokens >= s.prompt_len and not s.num_output],
         )
+
+
+def _with(columns: list[T], more: list[T]) -> list[T]:
+    """Both; the same list, if there is no more."""
+    return columns + more if more else columns
 
 
 def new_row(sequence: Sequence) -> NewRow:

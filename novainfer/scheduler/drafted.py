@@ -35,7 +35,7 @@ def take_drafts(
         sequence.num_pending += extra
         sequence.work += 2 * extra
         shares.charge(sequence.tenant, 2 * extra)
-        if record.generations[i] == sequence.generation:
+        if record.others[i] == sequence.generation:
             before = sequence.num_confirmed_tokens
             sequence.num_confirmed_tokens += extra
             sequence.num_computed_tokens += extra

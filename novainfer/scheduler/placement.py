@@ -70,13 +70,14 @@ class Placement:
     def grow(self, sequence: Sequence, batch: StepBatch, order: list[Sequence]) -> bool:
         """A slot for the next token; preempts from the end of `order`. False if that was the sequence itself."""
         kv, blocks = self.rows.kv, sequence.table.blocks
-        first = sequence.num_computed_tokens + sequence.num_ahead  # as far as drafts in flight may have brought it
+        # As far as drafts in flight may have brought it.
+        first = self.rows.cohort.num_computed(sequence) + sequence.num_ahead
         had = len(blocks)
         while len(blocks) * kv.block_size <= first:
             if kv.append_block(sequence.table) is not None:
                 continue
-            while not (victim := order.pop()).is_running:
-                pass
+            while not (victim := order[-1]).is_running:
+                order.pop()
             self._preempt(victim)
             self._reserve_per_row = min(self._reserve_per_row + 1.0, _MAX_RESERVE)
             if victim is sequence:
@@ -99,21 +100,22 @@ class Placement:
         return wanted
 
     def decode_order(self) -> list[Sequence]:
-        """The running sequences, first who keeps its blocks longest.
+        """The running sequences, first who keeps its blocks longest. A list of its own only if it is not `running`.
 
         That is the oldest of all; then by age those of tenants within their share, then those of the others: the more
         a tenant is above its share, the later.
         """
-        running = list(self.rows.running)
-        if len(running) > 1 and self._shares.num_present > 1:
-            excess = self.rows.excess()
-            running[1:] = sorted(running[1:], key=lambda s: (excess.get(s.tenant, 0.0), s.age))
-        return running
+        running = self.rows.running
+        excess = self.rows.excess() if len(running) > 1 and self._shares.num_present > 1 else {}
+        if not excess:
+            return running
+        return [running[0], *sorted(running[1:], key=lambda s: (excess.get(s.tenant, 0.0), s.age))]
 
     # -- taking ---------------------------------------------------------------------------------------------
 
     def _preempt(self, victim: Sequence) -> None:
         """Take everything the sequence holds; its tokens are computed again later (the same bits)."""
+        self.rows.cohort.leave(victim)
         self.rows.release(victim)
         victim.generation += 1
         victim.num_preemptions += 1

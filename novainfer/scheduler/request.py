@@ -47,6 +47,10 @@ class Sequence:
     num_passed: int = 0  # others that started before it while it lacked blocks
     num_charged_tokens: int = 0  # tokens up to here were charged to its tenant, or were found in the cache
     last_step: int = 0  # the newest plan with a token of it
+    # For `Cohort`, which alone writes here; while `joined` is not 0 it keeps the counters above, and these stand still.
+    joined: int = 0
+    settled: int = 0  # step of the newest result that is in `token_ids`
+    first_index: int = 0  # output index of the token of step n, less n
     work: int = 0  # units of service that it got: see `fairness`
     drafts: DraftPace | None = None  # None: it may have no drafts
     begun_at: float = 0.0  # see `timing`; 0: not measured
@@ -79,6 +83,12 @@ class Sequence:
         self.num_pending = self.num_ahead = self.num_computed_tokens = self.num_confirmed_tokens = 0
         self.begun_at = self.first_token_at = 0.0
         self.generation += 1
+
+    def take(self, token_id: int) -> str | None:
+        """Add a sampled token that was pending. Why the sequence ends with it, if it does."""
+        self.token_ids.append(token_id)
+        may_end = token_id in self.stop_token_ids or len(self.token_ids) >= self.end_len
+        return self.finish_reason() if may_end else None
 
     def finish_reason(self) -> str | None:
         """Why it ends with its last known token, if it does."""

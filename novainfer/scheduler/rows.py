@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import Counter
+from bisect import bisect_left, insort
+from collections import Counter, deque
 
 from novainfer.config import CacheConfig, SchedulerConfig
 from novainfer.executor.base import ExecutorInfo
 from novainfer.kv.manager import KVCacheManager
+from novainfer.scheduler.batch import StepRecord
+from novainfer.scheduler.cohort import Cohort
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.request import NO_ROW, Sequence
 
@@ -18,11 +20,20 @@ _EXCESS = 1.5
 class Rows:
     """Of workers that hold nothing yet. `running` is in order of `Sequence.age`, oldest first."""
 
-    def __init__(self, info: ExecutorInfo, config: SchedulerConfig, cache: CacheConfig, shares: FairShares) -> None:
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        shares: FairShares,
+        in_flight: deque[StepRecord],
+    ) -> None:
+        """in_flight: the scheduler's, see `Cohort`."""
         self.info = info
         self.kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=cache.enable_prefix_caching)
         self.num_rows = min(info.max_num_seqs, config.max_num_seqs)
         self.running: list[Sequence] = []
+        self.cohort = Cohort(info.block_size, self.num_rows, in_flight)
         self._shares = shares
         self._free = list(range(self.num_rows - 1, -1, -1))
         self._freed: list[int] = []  # since the last plan
@@ -36,12 +47,14 @@ class Rows:
         """The sequence gets a row and runs from now on. A row must be free."""
         sequence.row = self._free.pop()
         insort(self.running, sequence, key=lambda s: s.age)
+        self.cohort.add_other(sequence)
         self._shares.of(sequence.tenant).num_rows += 1
 
     def release(self, sequence: Sequence) -> None:
         """Row and blocks go back. Steps in flight may still write there: later steps run after them."""
+        self.cohort.remove(sequence)
         self.kv.release(sequence.table)
-        self.running.remove(sequence)
+        del self.running[bisect_left(self.running, sequence.age, key=lambda s: s.age)]
         self._shares.of(sequence.tenant).num_rows -= 1
         self._freed.append(sequence.row)
         self._free.append(sequence.row)
@@ -49,6 +62,7 @@ class Rows:
 
     def drop_all(self) -> list[Sequence]:
         """The workers are gone: the sequences that ran; they must forget what they held."""
+        self.cohort.dissolve()
         dropped, self.running = self.running, []
         for sequence in dropped:
             self._shares.of(sequence.tenant).num_rows -= 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
-from itertools import repeat
 
 from novainfer.config import CacheConfig, SchedulerConfig
 from novainfer.errors import InvalidRequestError, OverloadedError
@@ -82,7 +81,7 @@ class Scheduler:
         self._info = info
         self._has_workers = True
         self._may_draft = self._config.speculation != "none" and info.can_draft
-        self._rows = Rows(info, self._config, self._cache_config, self._shares)
+        self._rows = Rows(info, self._config, self._cache_config, self._shares, self._in_flight)
         self._placement = Placement(self._rows, self.waiting, self._shares, self.totals)
 
     @property
@@ -153,6 +152,11 @@ class Scheduler:
         chosen = [s for s in request.sequences if choice in (-1, s.choice) and not s.finished]
         self.totals.stopped_by_string += len(chosen) if complete else 0
         return [self._end(sequence, FINISH_CANCELLED) for sequence in chosen]
+
+    def settle(self, request: Request) -> None:
+        """From now until the next result its choices hold all the tokens that they have got."""
+        for sequence in request.sequences:
+            self._rows.cohort.settle(sequence)
 
     def expire(self, now: float) -> list[TokenOutput]:
         """Let the time become `now`, once a turn: end every request whose deadline has passed."""
@@ -247,11 +251,12 @@ class Scheduler:
         if not alone:
             assembly.schedule_all()
         batch = assembly.batch
-        if not batch.decodes and not batch.chunks:
+        if batch.is_empty:
             return None
         self._step += 1
         record = batch.record(self._step, self._now)
         self._in_flight.append(record)
+        self._rows.cohort.let_end(self._step)
         self.timing.begin(batch.prompts, self._now)
         for sequence in batch.prompts:
             sequence.last_step = self._step
@@ -275,22 +280,19 @@ class Scheduler:
         """Apply the oldest step's result. Raises `EngineError` if it is not that step's."""
         record = self._in_flight.popleft()
         sampled = record.sampled_by(result)
+        cohort = self._rows.cohort
+        if self._isolation:
+            cohort.dissolve(record)
+        cohort.let_out(record, result)
         self._load.done(record.num_tokens + 2 * len(sampled) - len(record.sampled))
         self._measure(record, sum(result.num_drafted))
-        bad: list[Sequence] = []
-        if result.bad_rows:
-            bad = [s for s, row in zip(record.sequences, record.rows, strict=True) if row in result.bad_rows]
-        block_size, full = self._info.block_size, []
-        for sequence, generation, count in zip(record.sequences, record.generations, record.counts, strict=True):
-            if generation == sequence.generation:
-                sequence.num_confirmed_tokens = confirmed = sequence.num_confirmed_tokens + count
-                if confirmed % block_size < count:
-                    full.append(sequence)
+        bad = record.not_finite(result)
+        full = record.confirm(self._info.block_size, cohort.take(record, result))
         if record.drafts:
-            full += take_drafts(record, result, self._shares, self.totals, block_size)
+            full += take_drafts(record, result, self._shares, self.totals, self._info.block_size)
         # Before any request ends: a prompt's log-probabilities may come with its last token.
         prompt_logprobs = record.prompt_logprobs(result)
-        plain, others = self._take_tokens(sampled, result, bad)
+        plain, others = self._take_tokens(sampled, record, result, bad)
         for sequence in bad:
             self.kv.forget(sequence.table)  # no other request may find what it computed
             if not sequence.finished:
@@ -310,42 +312,38 @@ class Scheduler:
         if seconds > 0:
             self._pace.observe(seconds, record.num_tokens + num_drafted, record.context)
 
-    # -- applying a result ----------------------------------------------------------------------------------
-
     def _take_tokens(
-        self, sampled: list[Sequence], result: StepResult, bad: Collection[Sequence]
+        self, sampled: list[Sequence], record: StepRecord, result: StepResult, bad: Collection[Sequence]
     ) -> tuple[PlainTokens, list[TokenOutput]]:
-        """Append the sampled tokens of choices that have not ended meanwhile, and end those that do with theirs."""
-        plain, others = PlainTokens(), []
-        add_sequence, add_index, add_token_id = plain.sequences.append, plain.indexes.append, plain.token_ids.append
+        """Append the sampled tokens of choices that have not ended meanwhile, and end those that do with theirs.
+
+        The cohort has taken its own already.
+        """
+        plain, others = record.plain_tokens(sampled, result.token_ids), []
         is_watching = bool(self._isolation)
-        entries = result.logprobs or repeat(None)
-        count = 0
-        for sequence, token_id, entry in zip(sampled, result.token_ids, entries, strict=False):
-            if sequence.finished:
-                continue
-            sequence.num_pending -= 1
-            if bad and sequence in bad:
+        num_ignored, told = 0, set()
+        places = range(len(sampled)) if record.drafts else sorted(record.sampled_others)
+        for place in places:
+            sequence, token_id = sampled[place], result.token_ids[place]
+            if not sequence.finished:
+                sequence.num_pending -= 1
+            if sequence.finished or (bad and sequence in bad):
+                num_ignored += 1
                 continue
             if is_watching:
                 self._isolation.clear(sequence)
-            known = sequence.token_ids
-            length = len(known)
-            known.append(token_id)
-            count += 1
-            may_end = token_id in sequence.stop_token_ids or length + 1 >= sequence.end_len
-            reason = sequence.finish_reason() if may_end else None
+            index, reason = sequence.num_output, sequence.take(token_id)
+            entry = result.logprobs[place] if result.logprobs else None
             if reason is None and entry is None and sequence.ref >= 0:
-                add_sequence(sequence)
-                add_index(length - sequence.prompt_len)
-                add_token_id(token_id)
+                plain.indexes[place] = index
+                told.add(place)
                 continue
             if reason is not None:
                 self._finish(sequence, reason)
             logprobs = None if entry is None else [entry]
-            others.append(sequence.output(length - sequence.prompt_len, [token_id], reason, logprobs=logprobs))
-        self.totals.generation_tokens += count
-        return plain, others
+            others.append(sequence.output(index, [token_id], reason, logprobs=logprobs))
+        self.totals.generation_tokens += len(sampled) - num_ignored
+        return plain.without(set(places) - told), others
 
     # -- ends -----------------------------------------------------------------------------------------------
 
@@ -358,11 +356,13 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> TokenOutput:
         """Finish a sequence between tokens; the output that says so carries no token."""
+        self._rows.cohort.leave(sequence)
         index = sequence.num_output
         self._finish(sequence, reason)
         return sequence.output(index, [], reason, error=error)
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
+        self._rows.cohort.leave(sequence)
         if reason in (FINISH_STOP, FINISH_LENGTH) and sequence.work:
             bound = (sequence.request.prompt_len if sequence.choice == 0 else 0) + 2 * sequence.request.max_tokens
             self._load.ended(sequence.work, bound)

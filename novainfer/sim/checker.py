@@ -154,7 +154,7 @@ def check_scheduler(scheduler: Scheduler, steps_in_flight: int) -> None:
                 raise Violation(f"{request.request_id}/{sequence.choice} is in {sum(places)} queues")
             num_running += places[0]
             num_held_back += places[2]
-            if sequence.num_computed_tokens > len(sequence.table.blocks) * scheduler.kv.block_size:
+            if scheduler._rows.cohort.num_computed(sequence) > len(sequence.table.blocks) * scheduler.kv.block_size:
                 raise Violation(f"{request.request_id}/{sequence.choice} computes behind its blocks")
     if owners != pool._refs:
         raise Violation(f"references {pool._refs} of blocks owned {owners} times")
@@ -170,6 +170,9 @@ def check_scheduler(scheduler: Scheduler, steps_in_flight: int) -> None:
     ages = [sequence.age for sequence in scheduler.running]
     if ages != sorted(ages):
         raise Violation("running sequences are not in order of age")
+    cohort = scheduler._rows.cohort
+    if sorted([*cohort._members, *cohort.others], key=lambda sequence: sequence.age) != scheduler.running:
+        raise Violation("not every running sequence is a member of the cohort or one of the others")
     if scheduler.num_in_flight > steps_in_flight:
         raise Violation(f"{scheduler.num_in_flight} steps are in flight")
     if any(sequence.finished for sequence in scheduler._isolation._suspects):

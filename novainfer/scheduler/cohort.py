@@ -1,0 +1,218 @@
+"""Sequences that get one token in every step, as columns: no step looks at each of them. Pure; in the scheduler."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from itertools import islice
+from operator import itemgetter
+
+from novainfer.protocol.step import StepResult
+from novainfer.scheduler.batch import Steady, StepBatch, StepRecord
+from novainfer.scheduler.request import Sequence
+
+
+class Cohort:
+    """Running sequences that are members, and the `others`.
+
+    A member computes one token in every plan from step `Sequence.joined` on, and every such plan's result has one token
+    of it. So what it has now follows from the numbers of the newest plan and of the newest result. Its own counters
+    stay what they were when it joined, until `leave` brings them up to date; `settle` does so with those of the results
+    alone (token ids, confirmed tokens), and happens by itself whenever a block is full. Who is to be looked at, or is
+    to have anything but one plain token, must leave before: whoever ends, loses its row, or sampled a stop token.
+    The plans in flight that it was a member of then count it among those that are looked at one by one.
+    """
+
+    def __init__(self, block_size: int, num_rows: int, in_flight: deque[StepRecord]) -> None:
+        """in_flight: the scheduler's, oldest first; only entries of members that leave are written."""
+        self.others: list[Sequence] = []  # that run, in order of age
+        self._members: list[Sequence] = []  # in order of age
+        self._block_size = block_size
+        self._num_rows = num_rows
+        self._in_flight = in_flight
+        self._planned = 0  # step of the newest plan
+        self._taken = 0  # step of the newest result
+        self._steady: Steady | None = None  # the members' columns, if nobody came or went since they were made
+        # By the number of computed tokens before step n, less n, modulo the block size; in order of age.
+        self._phases: list[list[Sequence]] = [[] for _ in range(block_size)]
+        self._sum_computed = 0  # of all members: computed tokens before step n, less n
+        self._last_steps: defaultdict[int, list[Sequence]] = defaultdict(list)  # by the step of their last token
+        self._stop_ids: Counter[int] = Counter()
+        self._tenants: Counter[str] = Counter()
+        # By row, the tokens of the newest results: as many as a member may not have in its own `token_ids`.
+        self._tokens: deque[tuple[int, ...] | dict[int, int]] = deque(maxlen=block_size)
+        self._by_row: tuple[Steady, Callable[[list[int]], tuple[int, ...]]] | None = None
+
+    @staticmethod
+    def admits(sequence: Sequence) -> bool:
+        """Whether it may join when it wants one token: nothing of it is special, and its client gets plain tokens."""
+        return (
+            sequence.drafts is None
+            and sequence.ref >= 0
+            and sequence.params.logprobs is None
+            and sequence.num_computed_tokens >= max(sequence.prompt_len, sequence.num_charged_tokens)
+        )
+
+    # -- who belongs to it ------------------------------------------------------------------------------------
+
+    def add_other(self, sequence: Sequence) -> None:
+        """It has got a row."""
+        insort(self.others, sequence, key=_age)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It is about to lose its row."""
+        self.leave(sequence)
+        del self.others[bisect_left(self.others, sequence.age, key=_age)]
+
+    def join(self, sequence: Sequence, step: int) -> None:
+        """One of the `others`, which `admits`, has one token in the plan of `step`, the next one, and from then on."""
+        del self.others[bisect_left(self.others, sequence.age, key=_age)]
+        sequence.joined, sequence.settled = step, step - 1
+        sequence.first_index = sequence.num_tokens - sequence.prompt_len - step
+        self._planned = step - 1
+        self._steady = None
+        insort(self._members, sequence, key=_age)
+        insort(self._phase(sequence), sequence, key=_age)
+        self._sum_computed += sequence.num_computed_tokens - step
+        self._last_steps[self._last_step(sequence)].append(sequence)
+        self._stop_ids.update(sequence.stop_token_ids)
+        self._tenants[sequence.tenant] += 1
+
+    def leave(self, sequence: Sequence, applying: StepRecord | None = None) -> None:
+        """It is one of the `others` again, with all that it has; nothing happens to one that is no member.
+
+        applying: the record that is being applied, which is in flight no more, and whose tokens were not taken yet.
+        """
+        first = sequence.joined
+        if not first:
+            return
+        self._drop(sequence)
+        self.settle(sequence)
+        planned = self._planned - first + 1
+        if planned:
+            sequence.num_computed_tokens += planned
+            sequence.num_charged_tokens = sequence.num_computed_tokens
+            sequence.num_pending += planned
+            sequence.work += 2 * planned
+            sequence.last_step = self._planned
+        sequence.joined = 0
+        insort(self.others, sequence, key=_age)
+        for record in self._in_flight if applying is None else (applying, *self._in_flight):
+            if record.step >= first:
+                record.single_out(sequence)
+
+    def dissolve(self, applying: StepRecord | None = None) -> None:
+        """All leave."""
+        for sequence in self._members.copy():
+            self.leave(sequence, applying)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Out of all columns."""
+        self._steady = None
+        del self._members[bisect_left(self._members, sequence.age, key=_age)]
+        self._phase(sequence).remove(sequence)
+        self._sum_computed -= sequence.num_computed_tokens - sequence.joined
+        last = self._last_step(sequence)
+        self._last_steps[last].remove(sequence)
+        if not self._last_steps[last]:
+            del self._last_steps[last]
+        self._stop_ids -= Counter(sequence.stop_token_ids)
+        self._tenants -= Counter((sequence.tenant,))
+
+    def _phase(self, sequence: Sequence) -> list[Sequence]:
+        return self._phases[(sequence.num_computed_tokens - sequence.joined) % self._block_size]
+
+    @staticmethod
+    def _last_step(sequence: Sequence) -> int:
+        """The step that samples its last token, if no stop token comes before."""
+        return sequence.joined + sequence.end_len - sequence.num_computed_tokens - 2
+
+    # -- a plan -----------------------------------------------------------------------------------------------
+
+    def starting_blocks(self, step: int) -> list[Sequence]:
+        """The members whose token of this step, the next one, is the first of a block; in order of age."""
+        return list(self._phases[-step % self._block_size])
+
+    def num_computed(self, sequence: Sequence) -> int:
+        """Tokens of a running sequence that the plans so far compute."""
+        return sequence.num_computed_tokens + (self._planned - sequence.joined + 1 if sequence.joined else 0)
+
+    def advance(self, batch: StepBatch, others: list[Sequence], step: int) -> Counter[str]:
+        """The decodes of the plan of `step`: all members, for whom there is room, and these others, which are advanced.
+
+        Returns how many of each tenant the members are.
+        """
+        self._planned = step
+        if not self._members:
+            batch.add_decodes(others)
+        elif not others:
+            batch.add_steady(self.columns)
+        else:
+            batch.add_decodes(sorted(self._members + others, key=_age))
+        batch.steady_context = self._sum_computed + len(self._members) * (step + 1)
+        return self._tenants
+
+    @property
+    def columns(self) -> Steady:
+        """All members; the same object as long as nobody comes or goes."""
+        if self._steady is None:
+            members = self._members.copy()
+            rows, refs = [s.row for s in members], [s.ref for s in members]
+            self._steady = Steady(members, rows, refs, [s.first_index for s in members])
+        return self._steady
+
+    def let_end(self, step: int) -> None:
+        """The plan of `step` is in flight: members with their last token in it leave."""
+        for sequence in tuple(self._last_steps.get(step, ())):
+            self.leave(sequence)
+
+    # -- its result -------------------------------------------------------------------------------------------
+
+    def let_out(self, record: StepRecord, result: StepResult) -> None:
+        """Before a result is taken: members for whom it has anything but a token that ends nothing leave."""
+        if not self._members or record.drafts:  # nobody in a step with drafts is a member
+            return
+        odd, tokens = record.not_finite(result), result.token_ids
+        if not self._stop_ids.keys().isdisjoint(tokens):
+            odd += [s for s, token_id in zip(record.sampled, tokens, strict=True) if token_id in s.stop_token_ids]
+        if result.logprobs:
+            odd += [s for s, entry in zip(record.sampled, result.logprobs, strict=True) if entry is not None]
+        for sequence in odd:
+            if 0 < sequence.joined <= record.step:
+                self.leave(sequence, record)
+
+    def take(self, record: StepRecord, result: StepResult) -> list[Sequence]:
+        """Take the members' tokens. Returns those members that have a full block by it, in order of age; settled."""
+        self._taken = record.step
+        if not self._members:
+            return []
+        self._tokens.append(self._tokens_by_row(record, result.token_ids))
+        full = [s for s in self._phases[-(record.step + 1) % self._block_size] if s.joined <= record.step]
+        for sequence in full:
+            self.settle(sequence)
+        return full
+
+    def _tokens_by_row(self, record: StepRecord, token_ids: list[int]) -> tuple[int, ...] | dict[int, int]:
+        if not record.steady.rows:
+            return dict(zip(record.sampled_rows, token_ids, strict=False))
+        if self._by_row is None or self._by_row[0] is not record.steady:
+            places = [0] * max(self._num_rows, 2)  # with two or more a tuple comes of it
+            for place, row in enumerate(record.steady.rows):
+                places[row] = place
+            self._by_row = record.steady, itemgetter(*places)
+        return self._by_row[1](token_ids)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Add what it got by results to its own counters; nothing happens to one that is no member."""
+        count = self._taken - sequence.settled if sequence.joined else 0
+        if count > 0:
+            newest = islice(self._tokens, len(self._tokens) - count, None)
+            sequence.token_ids += [tokens[sequence.row] for tokens in newest]
+            sequence.num_confirmed_tokens += count
+            sequence.num_pending -= count
+            sequence.settled = self._taken
+
+
+def _age(sequence: Sequence) -> tuple[int, int]:
+    return sequence.age

@@ -1,0 +1,273 @@
+"""The cohort changes nothing: random histories give the same plans, outputs and states with it and without it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from novainfer.config import CacheConfig, KeyDigest, SchedulerConfig, ServeConfig
+from novainfer.engine.core import EngineCore
+from novainfer.errors import InvalidRequestError, OverloadedError
+from novainfer.protocol.messages import AddRequest, TokenOutput
+from novainfer.scheduler.batch import StepRecord
+from novainfer.scheduler.cohort import Cohort
+from novainfer.scheduler.request import Sequence
+from tests.engine.engine_driver import make_message
+from tests.oracle import OracleExecutor
+
+pytestmark = pytest.mark.stage1
+
+VOCAB = 50
+SEEDS = range(120)
+
+
+class Player:
+    """Plays the history of a seed; `log` is everything that can be seen of it."""
+
+    def __init__(self, seed: int, *, has_cohort: bool) -> None:
+        self.rng = rng = random.Random(seed)
+        self.has_cohort = has_cohort
+        self.log: list[object] = []
+        self.most_members = 0
+        self.num_steps_with_both = 0  # in which some were members and some were not
+        self._number = 0
+        self._now = 0.0
+        self._tenants = rng.choice((("a",), ("a",), ("a", "b"), ("a", "b", "c")))
+        drafts = rng.random() < 0.15
+        self._size: dict[str, Any] = {
+            "num_blocks": rng.choice((20, 60, 200)),
+            "block_size": rng.choice((1, 2, 4, 4, 8)),
+            "max_num_seqs": rng.choice((3, 8, 8)),
+            "can_draft": drafts,
+        }
+        self._specials = rng.choice((0.0, 0.0, 0.1, 0.5))  # part of the requests that want more than plain tokens
+        config = ServeConfig(
+            scheduler=SchedulerConfig(
+                max_num_seqs=8,
+                max_num_batched_tokens=rng.choice((4, 16, 2048)),
+                steps_in_flight=rng.choice((1, 2, 2)),
+                max_waiting=64,
+                queue_timeout=rng.choice((0.0, 0.5)),
+                speculation="prompt-lookup" if drafts else "none",
+            ),
+            cache=CacheConfig(enable_prefix_caching=rng.random() < 0.8),
+            keys=tuple(KeyDigest(name, "", weight) for name, weight in zip("abc", (1.0, 3.0, 0.7), strict=True)),
+        )
+        self.executor = OracleExecutor(**self._size)
+        self.engine = EngineCore(self.executor, config)
+        self._use_cohort_or_not()
+
+    @property
+    def cohort(self) -> Cohort:
+        return self.engine.scheduler._rows.cohort
+
+    def play(self, num_turns: int) -> None:
+        actions: list[tuple[Callable[[], None], float]] = [
+            (self._add, 0.5),
+            (self._cancel, 0.06),
+            (self._lose_workers, 0.01),
+            (self._spoil_a_row, 0.01),
+            (self._dissolve, 0.05),
+            (self._collect, 0.7),
+        ]
+        for turn in range(num_turns):
+            if turn < num_turns - 60:
+                for action, chance in actions:
+                    if self.rng.random() < chance:
+                        action()
+            else:
+                self._collect()
+            self._now += 0.01
+            self._see(self.engine.scheduler.expire(self._now))
+            self.log.append(self.engine.scheduler.give_up_waiting(self._now))
+            self.engine.submit()
+            self.log.append(self.executor.plans.copy())
+            self.executor.plans.clear()
+            self._look()
+
+    def _use_cohort_or_not(self) -> None:
+        if not self.has_cohort:
+            self.cohort.admits = lambda sequence: False  # type: ignore[method-assign]
+
+    def _see(self, outputs: list[TokenOutput]) -> None:
+        self.log += outputs
+
+    def _add(self) -> None:
+        rng = self.rng
+        prompt = [rng.randrange(3) for _ in range(rng.randint(1, 20))]  # short ones of few tokens are often the same
+        is_special = rng.random() < self._specials
+        self._number += 1
+        message = make_message(
+            f"r{self._number}",
+            prompt,
+            seed=rng.randrange(3),
+            n=rng.choice((1, 1, 1, 3)),
+            max_tokens=rng.randint(1, 40),
+            min_tokens=0,
+            stop_token_ids=rng.choice(((), (), (7,), (3, 11, 12))),
+            logprobs=0 if is_special and rng.random() < 0.5 else None,
+            prompt_logprobs=0 if is_special and rng.random() < 0.2 else None,
+            tenant=rng.choice(self._tenants),
+            ref=-1 if is_special and rng.random() < 0.5 else 10 * self._number,
+            deadline=rng.choice((0.0, 0.0, 0.3)),
+            priority=rng.choice((0, 0, 1)),
+        )
+        self._send(message)
+
+    def _send(self, message: AddRequest) -> None:
+        try:
+            self._see(self.engine.add(message, self._now))
+        except (InvalidRequestError, OverloadedError) as error:
+            self.log.append(str(error))
+
+    def _cancel(self) -> None:
+        name = f"r{self.rng.randint(max(self._number - 12, 1), max(self._number, 1))}"
+        self._see(self.engine.cancel(name, self.rng.choice((-1, -1, 0, 1)), complete=self.rng.random() < 0.5))
+
+    def _lose_workers(self) -> None:
+        self._see(self.engine.lose_workers(faulted=self.rng.random() < 0.5))
+        self.executor = OracleExecutor(**self._size)
+        self._see(self.engine.attach_workers(self.executor))
+        self._use_cohort_or_not()
+
+    def _spoil_a_row(self) -> None:
+        self.executor.bad_rows = {self.rng.randrange(8)} if self.rng.random() < 0.5 else set()
+
+    def _dissolve(self) -> None:
+        """Nobody may see that all leave; then their own counters are what they would be without the cohort."""
+        self.cohort.dissolve()
+        for sequence in self._live():
+            s = sequence
+            counters = (s.num_pending, s.num_confirmed_tokens, s.num_charged_tokens, s.last_step, s.work, s.generation)
+            self.log.append((s.request_id, s.choice, s.token_ids.copy(), s.num_computed_tokens, counters))
+
+    def _collect(self) -> None:
+        outputs = self.engine.collect(None)
+        if outputs is not None:
+            plain = outputs.plain
+            assert [s.ref for s in plain.sequences] == plain.refs
+            self.log.append((plain.refs.copy(), plain.indexes.copy(), plain.token_ids.copy()))
+            self._see(outputs.outputs)
+            self.log.append(outputs.prompt_logprobs)
+
+    def _live(self) -> Iterator[Sequence]:
+        return (s for request in self.engine.scheduler.requests.values() for s in request.sequences if not s.finished)
+
+    def _look(self) -> None:
+        scheduler = self.engine.scheduler
+        for s in self._live():
+            self.log.append((s.request_id, s.choice, s.row, self.cohort.num_computed(s), s.table.blocks.copy()))
+        if self.rng.random() < 0.1:
+            for request in scheduler.requests.values():
+                scheduler.settle(request)
+                self.log.append([(s.token_ids.copy(), s.num_confirmed_tokens) for s in request.sequences])
+        served = [scheduler._shares.of(name).served for name in self._tenants]
+        self.log.append((served, str(scheduler.totals), scheduler.queue_seconds, len(scheduler.kv.index)))
+        members = len(scheduler.running) - len(self.cohort.others)
+        self.most_members = max(self.most_members, members)
+        self.num_steps_with_both += bool(members and self.cohort.others)
+
+
+def is_same(seed: int, num_turns: int = 400) -> bool:
+    """Whether both ways give the same."""
+    players = [Player(seed, has_cohort=has_cohort) for has_cohort in (True, False)]
+    for player in players:
+        player.play(num_turns)
+    assert players[1].most_members == 0
+    return players[0].log == players[1].log
+
+
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 30))
+def test_given_random_histories_when_played_with_and_without_the_cohort_then_all_that_can_be_seen_is_the_same(
+    first: int,
+) -> None:
+    assert [seed for seed in SEEDS[first : first + 30] if not is_same(seed)] == []
+
+
+def test_given_the_histories_when_played_then_the_cohort_is_used_alone_and_beside_others() -> None:
+    players = [Player(seed, has_cohort=True) for seed in SEEDS[:30]]
+    for player in players:
+        player.play(400)
+    assert sum(player.most_members >= 4 for player in players) > 5
+    assert sum(player.num_steps_with_both > 50 for player in players) > 5
+
+
+def lose_a_token(patch: pytest.MonkeyPatch) -> None:
+    settle = Cohort.settle
+
+    def settles(self: Cohort, sequence: Sequence) -> None:
+        before = len(sequence.token_ids)
+        settle(self, sequence)
+        if len(sequence.token_ids) > before + 1:
+            sequence.token_ids[-1], sequence.token_ids[-2] = sequence.token_ids[-2:]
+
+    patch.setattr(Cohort, "settle", settles)
+
+
+def grow_too_late(patch: pytest.MonkeyPatch) -> None:
+    starting = Cohort.starting_blocks
+    patch.setattr(Cohort, "starting_blocks", lambda self, step: starting(self, step - 1))
+
+
+def miss_the_length(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Cohort, "let_end", lambda self, step: None)
+
+
+def miss_what_is_odd(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Cohort, "let_out", lambda self, record, result: None)
+
+
+def forget_plans_in_flight(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepRecord, "single_out", lambda self, sequence: None)
+
+
+def admit_who_computes_again(patch: pytest.MonkeyPatch) -> None:
+    admits = Cohort.admits
+
+    def admits_more(sequence: Sequence) -> bool:
+        charged, sequence.num_charged_tokens = sequence.num_charged_tokens, 0
+        found = admits(sequence)
+        sequence.num_charged_tokens = charged
+        return found
+
+    patch.setattr(Cohort, "admits", staticmethod(admits_more))
+
+
+def charge_once(patch: pytest.MonkeyPatch) -> None:
+    leave = Cohort.leave
+
+    def leaves(self: Cohort, sequence: Sequence, *arguments: Any) -> None:
+        work = sequence.work
+        leave(self, sequence, *arguments)
+        sequence.work -= (sequence.work - work) // 2
+
+    patch.setattr(Cohort, "leave", leaves)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lose_a_token,
+        grow_too_late,
+        miss_the_length,
+        miss_what_is_odd,
+        forget_plans_in_flight,
+        admit_who_computes_again,
+        charge_once,
+    ],
+)
+def test_given_a_bug_in_the_cohort_when_histories_are_played_then_one_of_them_shows_it(
+    monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    break_it(monkeypatch)
+    assert any(shows_a_fault(seed) for seed in SEEDS[:60])
+
+
+def shows_a_fault(seed: int) -> bool:
+    try:
+        return not is_same(seed)
+    except Exception:  # the oracle's checks, or an impossible state
+        return True
