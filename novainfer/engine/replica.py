@@ -122,14 +122,17 @@ class Replica:
             self._last_progress = now
         self._executor.listen()  # first: what ranks said while they were idle is older than the plans to come
         engine.submit()
-        outputs = engine.collect(0.0)
-        if outputs is not None:
+        for _ in range(self._config.scheduler.steps_in_flight):
+            outputs = engine.collect(0.0)
+            if outputs is None:
+                return False
             self._last_progress = now
             self._num_steps += 1
             if self._num_steps == 1:
                 self._next_stats = now  # the supervisor shall know at once that this group gets on
             self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
-        return outputs is not None  # then there may be more of them, and room for a step
+            engine.submit()
+        return True
 
     def _try_start(self) -> bool:
         info = self._executor.try_ready()

@@ -63,13 +63,22 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "isolation_never_clears": (SAFETY, 59),
     "isolation_suspects_nobody": (LIVENESS, 86),
     "isolation_blames_whoever_ran": (SAFETY, 164),
-    "what_a_request_did_is_forgotten_with_its_link": (SAFETY, 524425),
     "suspects_that_are_held_back_are_waited_for": (LIVENESS, 605316),
     "one_death_from_outside_is_enough": (SAFETY, 1259),
 }
 # With faults of its own.
 FOUND_WITH = {
-    "any_plan_may_be_the_first": (SAFETY, 18, Fault(0.25, "drop", "rank wire", 1, 0.0, 3)),
+    "any_plan_may_be_the_first": (SAFETY, 18, [Fault(0.25, "drop", "rank wire", 1, 0.0, 3)]),
+    "what_a_request_did_is_forgotten_with_its_link": (
+        SAFETY,
+        524425,
+        [
+            Fault(0.8, "poison", "request", 1, 0.0, 7),
+            Fault(1.7, "drop", "gateway wire", 0, 0.0, 7),
+            Fault(4.253, "reset", "gateway wire", 0, 0.0, 0),
+            Fault(7.5, "cut", "gateway wire", 0, 1.5, 6),
+        ],
+    ),
 }
 # What nothing shows, because something else stands behind it: why.
 HARMLESS = {
@@ -95,13 +104,13 @@ def test_given_a_bug_in_the_machines_when_its_seed_runs_then_it_is_found(
 
 
 @pytest.mark.parametrize("name", FOUND_WITH)
-def test_given_a_bug_in_the_machines_when_its_own_fault_strikes_then_it_is_found(
+def test_given_a_bug_in_the_machines_when_its_own_faults_strike_then_it_is_found(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    mode, seed, fault = FOUND_WITH[name]
-    assert simulate(seed, mode, faults=[fault]).violation is None
+    mode, seed, faults = FOUND_WITH[name]
+    assert simulate(seed, mode, faults=faults).violation is None
     MUTANTS[name](monkeypatch)
-    assert simulate(seed, mode, faults=[fault]).violation is not None
+    assert simulate(seed, mode, faults=faults).violation is not None
 
 
 def test_given_all_bugs_when_counted_then_each_has_its_seed_or_its_reason() -> None:
