@@ -29,9 +29,12 @@ def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + struct.pack(f"={len(token_ids)}q", *token_ids)).digest()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Entry:
-    """A block's content after one prefix; equal to no other. parent: the entry before it, or the chain's start."""
+    """A block's content after one prefix; equal to no other. parent: the entry before it, or the chain's start.
+
+    Never changed; not frozen, since that would make it three times as dear, and there is one for each full block.
+    """
 
     block: int
     key: bytes

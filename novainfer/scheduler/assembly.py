@@ -146,9 +146,10 @@ class StepAssembly:
                 sequence.work += 2
             if computed < sequence.prompt_len:
                 batch.prompts.append(sequence)
-        twice, once = Counter([s.tenant for s in added]), Counter([s.tenant for s in paid])
-        twice += cohort.advance(batch, added, step)
-        for name, count in twice.items():
+        tenants, once = cohort.advance(batch, added, step), Counter([s.tenant for s in paid])
+        if added:
+            tenants = tenants + Counter([s.tenant for s in added])
+        for name, count in tenants.items():
             self._shares.charge(name, 2 * count - once[name])
 
     def _drafts(self, sequence: Sequence, decodes: list[Sequence]) -> int:

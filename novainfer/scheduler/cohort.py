@@ -207,8 +207,8 @@ class Cohort:
         """Add what it got by results to its own counters; nothing happens to one that is no member."""
         count = self._taken - sequence.settled if sequence.joined else 0
         if count > 0:
-            newest = islice(self._tokens, len(self._tokens) - count, None)
-            sequence.token_ids += [tokens[sequence.row] for tokens in newest]
+            newest, row = islice(self._tokens, len(self._tokens) - count, None), sequence.row
+            sequence.token_ids += [tokens[row] for tokens in newest]
             sequence.num_confirmed_tokens += count
             sequence.num_pending -= count
             sequence.settled = self._taken
