@@ -18,6 +18,7 @@ INLINE bool tiled_rounded(const QuantizedArguments&, const RoundedRows&, const T
 
 #if defined(NOVA_TILES)
 
+constexpr long kAheadBytes = 8192;  // that integers are asked for before they are widened, for the first cache
 constexpr long kIntegerRows = kTileSide;  // fewer take less time without tiles, and the bits are the same
 
 // A stretch of one group: no deeper than a block of tiled_linear.h.
@@ -55,7 +56,7 @@ struct WidenedPanels {
         for (long i = 0; i < piece.count / Format::kPack; i++) {
             UNROLL for (int p = 0; p < P; p++) {
                 __m512bh pairs[kPairs];
-                __builtin_prefetch(from[p] + i * step + kFarBytes, 0, 3);
+                __builtin_prefetch(from[p] + i * step + kAheadBytes, 0, 3);
                 Columns::widen(from[p] + i * step, pairs);
                 UNROLL for (int j = 0; j < kPairs; j++) {
                     _mm512_store_si512(slot + p * kSlotBytes / 2 + (i * kPairs + j) * kRowBytes, (__m512i)pairs[j]);

@@ -1,4 +1,7 @@
-"""The scheduler's ends of its links to the gateways: numbers, credit, and what waits for credit. Pure; no clock."""
+"""The scheduler's ends of its links to the gateways: numbers, credit, what waits for credit; whose the requests are.
+
+Pure; no clock.
+"""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Replica:
     # -- a turn of the loop -----------------------------------------------------------------------------------
 
     def turn(self, now: float) -> bool:
-        """Do what can be done after messages were handled; True if something moved, so that the next need not wait."""
+        """Do what can be done after messages were handled; True if there may be more to do at once."""
         moved = self._advance(now)
         self._publish_stats(now)
         self._drop_gateways(now)
@@ -122,7 +122,7 @@ class Replica:
             self._last_progress = now
         self._executor.listen()  # first: what ranks said while they were idle is older than the plans to come
         engine.submit()
-        for _ in range(self._config.scheduler.steps_in_flight):
+        for _ in range(self._config.scheduler.steps_in_flight):  # then gateways have their turn
             outputs = engine.collect(0.0)
             if outputs is None:
                 return False

@@ -1,6 +1,7 @@
 """The scheduler process: one thread and its sockets around a `Replica`.
 
-Each turn of the loop: receive messages, submit plans, apply the oldest result, publish one batch per gateway.
+Each turn of the loop: receive messages, submit plans; for each result that is there: apply it, publish one batch per
+gateway, submit the next plan.
 `python -m novainfer.engine.server --run-dir DIR --replica N --epoch E --group G`
 """
 

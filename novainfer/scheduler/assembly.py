@@ -117,7 +117,10 @@ class StepAssembly:
         return sorted(others + growing, key=lambda s: s.age) if others else growing
 
     def _add_decodes(self, chosen: list[Sequence], order: list[Sequence]) -> None:
-        """One more token for each: `StepBatch.add` written out, since this runs for every token that is ever made."""
+        """One more token for each, and for all members of the cohort; of the chosen ones that are members, a block.
+
+        `StepBatch.add` written out: there may be hundreds.
+        """
         batch, block_size, step = self.batch, self._rows.info.block_size, self._step
         cohort = self._rows.cohort
         added: list[Sequence] = []

@@ -13,6 +13,7 @@ from novainfer.protocol.step import IndexedBlock, NewBlocks, NewRow, StepPlan, S
 from novainfer.scheduler.request import Sequence
 
 T = TypeVar("T")
+_FEW = 4  # to look each of them up costs less than to make a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,12 @@ class StepRecord:
     submitted: float | None  # seconds, on the caller's clock
     begun: list[Sequence]  # whose prompt is whole with it
 
-    def single_out(self, sequence: Sequence) -> None:
-        """A member of the cohort leaves it: from now on it is one of the others here too."""
-        self.others[self.rows.index(sequence.row)] = sequence.generation
-        self.sampled_others.append(self.sampled_rows.index(sequence.row))
+    def single_out(self, members: list[Sequence]) -> None:
+        """These leave the cohort: now they are among the others here, too. Nothing else changes a step in flight."""
+        rows = [sequence.row for sequence in members]
+        for place, sequence in zip(_places_of(rows, self.rows), members, strict=True):
+            self.others[place] = sequence.generation
+        self.sampled_others.extend(_places_of(rows, self.sampled_rows))
 
     def not_finite(self, result: StepResult) -> list[Sequence]:
         """Those whose logits were not."""
@@ -73,7 +76,7 @@ class StepRecord:
                     full.append(sequence)
         if not full:
             return steady
-        places = {row: place for place, row in enumerate(self.rows)}
+        places = _places(self.rows)
         return sorted(full + steady, key=lambda s: places[s.row])
 
     def sampled_by(self, result: StepResult) -> list[Sequence]:
@@ -94,7 +97,7 @@ class StepRecord:
         return sampled
 
     def plain_tokens(self, sampled: list[Sequence], token_ids: list[int]) -> PlainTokens:
-        """The tokens of `sampled_by`, with output indexes where it is a member of the cohort that has one."""
+        """The tokens of `sampled_by`; the output indexes of those that are no members are void until written."""
         if self.drafts:
             return PlainTokens(sampled, [s.ref for s in sampled], [0] * len(sampled), token_ids)
         step = self.step
@@ -262,6 +265,17 @@ class StepBatch:
             submitted=submitted,
             begun=[s for s in self.prompts if s.num_computed_tokens >= s.prompt_len and not s.num_output],
         )
+
+
+def _places(rows: list[int]) -> dict[int, int]:
+    return {row: place for place, row in enumerate(rows)}
+
+
+def _places_of(wanted: list[int], rows: list[int]) -> list[int]:
+    if len(wanted) < _FEW:
+        return [rows.index(row) for row in wanted]
+    places = _places(rows)
+    return [places[row] for row in wanted]
 
 
 def _with(columns: list[T], more: list[T]) -> list[T]:

@@ -1,4 +1,6 @@
-"""Sequences that get one token in every step, as columns: no step looks at each of them. Pure; in the scheduler."""
+"""Sequences that get one token in every step, as columns: a step of theirs alone looks at none of them. Pure; in the
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,15 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from itertools import islice
 from operator import itemgetter
+from typing import TypeVar
 
 from novainfer.protocol.step import StepResult
 from novainfer.scheduler.batch import Steady, StepBatch, StepRecord
 from novainfer.scheduler.request import Sequence
+
+T = TypeVar("T")
+
+_MOST_STOP_IDS = 64  # of a member: whoever comes or goes has its own counted
 
 
 class Cohort:
@@ -18,10 +25,11 @@ class Cohort:
 
     A member computes one token in every plan from step `Sequence.joined` on, and every such plan's result has one token
     of it. So what it has now follows from the numbers of the newest plan and of the newest result. Its own counters
-    stay what they were when it joined, until `leave` brings them up to date; `settle` does so with those of the results
-    alone (token ids, confirmed tokens), and happens by itself whenever a block is full. Who is to be looked at, or is
-    to have anything but one plain token, must leave before: whoever ends, loses its row, or sampled a stop token.
-    The plans in flight that it was a member of then count it among those that are looked at one by one.
+    know nothing of these plans until `leave` brings them up to date (results of older ones still come in one by one);
+    `settle` does so with those of the results alone (token ids, confirmed tokens), and happens by itself whenever a
+    block is full. Who is to be looked at, or is to have anything but one plain token, must leave before: whoever ends,
+    loses its row, or sampled a stop token. The plans in flight that it was a member of then count it among those that
+    are looked at one by one.
     """
 
     def __init__(self, block_size: int, num_rows: int, in_flight: deque[StepRecord]) -> None:
@@ -42,7 +50,7 @@ class Cohort:
         self._tenants: Counter[str] = Counter()
         # By row, the tokens of the newest results: as many as a member may not have in its own `token_ids`.
         self._tokens: deque[tuple[int, ...] | dict[int, int]] = deque(maxlen=block_size)
-        self._by_row: tuple[Steady, Callable[[list[int]], tuple[int, ...]]] | None = None
+        self._by_row: tuple[list[int], Callable[[list[int]], tuple[int, ...]]] | None = None  # of a `Steady.rows`
 
     @staticmethod
     def admits(sequence: Sequence) -> bool:
@@ -51,17 +59,18 @@ class Cohort:
             sequence.drafts is None
             and sequence.ref >= 0
             and sequence.params.logprobs is None
+            and len(sequence.stop_token_ids) <= _MOST_STOP_IDS
             and sequence.num_computed_tokens >= max(sequence.prompt_len, sequence.num_charged_tokens)
         )
 
     # -- who belongs to it ------------------------------------------------------------------------------------
 
-    def add_other(self, sequence: Sequence) -> None:
-        """It has got a row."""
+    def got_row(self, sequence: Sequence) -> None:
+        """It is one of the others for now."""
         insort(self.others, sequence, key=_age)
 
-    def remove(self, sequence: Sequence) -> None:
-        """It is about to lose its row."""
+    def loses_row(self, sequence: Sequence) -> None:
+        """It is neither a member nor one of the others any more."""
         self.leave(sequence)
         del self.others[bisect_left(self.others, sequence.age, key=_age)]
 
@@ -87,38 +96,46 @@ class Cohort:
         first = sequence.joined
         if not first:
             return
-        self._drop(sequence)
-        self.settle(sequence)
-        planned = self._planned - first + 1
-        if planned:
-            sequence.num_computed_tokens += planned
-            sequence.num_charged_tokens = sequence.num_computed_tokens
-            sequence.num_pending += planned
-            sequence.work += 2 * planned
-            sequence.last_step = self._planned
-        sequence.joined = 0
-        insort(self.others, sequence, key=_age)
-        for record in self._in_flight if applying is None else (applying, *self._in_flight):
-            if record.step >= first:
-                record.single_out(sequence)
-
-    def dissolve(self, applying: StepRecord | None = None) -> None:
-        """All leave."""
-        for sequence in self._members.copy():
-            self.leave(sequence, applying)
-
-    def _drop(self, sequence: Sequence) -> None:
-        """Out of all columns."""
-        self._steady = None
         del self._members[bisect_left(self._members, sequence.age, key=_age)]
         self._phase(sequence).remove(sequence)
-        self._sum_computed -= sequence.num_computed_tokens - sequence.joined
+        self._sum_computed -= sequence.num_computed_tokens - first
         last = self._last_step(sequence)
         self._last_steps[last].remove(sequence)
         if not self._last_steps[last]:
             del self._last_steps[last]
-        self._stop_ids -= Counter(sequence.stop_token_ids)
-        self._tenants -= Counter((sequence.tenant,))
+        for token_id in sequence.stop_token_ids:
+            _count_down(self._stop_ids, token_id)
+        _count_down(self._tenants, sequence.tenant)
+        insort(self.others, sequence, key=_age)
+        self._bring_up_to_date([sequence], applying)
+
+    def dissolve(self, applying: StepRecord | None = None) -> None:
+        """All leave."""
+        members, self._members = self._members, []
+        if members:
+            for phase in self._phases:
+                phase.clear()
+            for counts in (self._last_steps, self._stop_ids, self._tenants):
+                counts.clear()
+            self._sum_computed = 0
+            self.others = sorted(self.others + members, key=_age)
+            self._bring_up_to_date(members, applying)
+
+    def _bring_up_to_date(self, sequences: list[Sequence], applying: StepRecord | None) -> None:
+        """These are members no more, and get the counters that go with it."""
+        self._steady = None
+        for record in self._in_flight if applying is None else (applying, *self._in_flight):
+            record.single_out([s for s in sequences if s.joined <= record.step])
+        for sequence in sequences:
+            self.settle(sequence)
+            planned = self._planned - sequence.joined + 1
+            if planned:
+                sequence.num_computed_tokens += planned
+                sequence.num_charged_tokens = sequence.num_computed_tokens
+                sequence.num_pending += planned
+                sequence.work += 2 * planned
+                sequence.last_step = self._planned
+            sequence.joined = 0
 
     def _phase(self, sequence: Sequence) -> list[Sequence]:
         return self._phases[(sequence.num_computed_tokens - sequence.joined) % self._block_size]
@@ -147,14 +164,13 @@ class Cohort:
         if not self._members:
             batch.add_decodes(others)
         elif not others:
-            batch.add_steady(self.columns)
+            batch.add_steady(self._columns())
         else:
             batch.add_decodes(sorted(self._members + others, key=_age))
         batch.steady_context = self._sum_computed + len(self._members) * (step + 1)
         return self._tenants
 
-    @property
-    def columns(self) -> Steady:
+    def _columns(self) -> Steady:
         """All members; the same object as long as nobody comes or goes."""
         if self._steady is None:
             members = self._members.copy()
@@ -194,13 +210,14 @@ class Cohort:
         return full
 
     def _tokens_by_row(self, record: StepRecord, token_ids: list[int]) -> tuple[int, ...] | dict[int, int]:
-        if not record.steady.rows:
+        rows = record.steady.rows
+        if not rows:
             return dict(zip(record.sampled_rows, token_ids, strict=False))
-        if self._by_row is None or self._by_row[0] is not record.steady:
+        if self._by_row is None or self._by_row[0] is not rows:
             places = [0] * max(self._num_rows, 2)  # with two or more a tuple comes of it
-            for place, row in enumerate(record.steady.rows):
+            for place, row in enumerate(rows):
                 places[row] = place
-            self._by_row = record.steady, itemgetter(*places)
+            self._by_row = rows, itemgetter(*places)
         return self._by_row[1](token_ids)
 
     def settle(self, sequence: Sequence) -> None:
@@ -212,6 +229,12 @@ class Cohort:
             sequence.num_confirmed_tokens += count
             sequence.num_pending -= count
             sequence.settled = self._taken
+
+
+def _count_down(counter: Counter[T], key: T) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
 
 
 def _age(sequence: Sequence) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class Sequence:
     num_passed: int = 0  # others that started before it while it lacked blocks
     num_charged_tokens: int = 0  # tokens up to here were charged to its tenant, or were found in the cache
     last_step: int = 0  # the newest plan with a token of it
-    # For `Cohort`, which alone writes here; while `joined` is not 0 it keeps the counters above, and these stand still.
+    # `Cohort` alone writes these three. While `joined` is not 0, the counters above lack the plans from `joined` on.
     joined: int = 0
     settled: int = 0  # step of the newest result that is in `token_ids`
     first_index: int = 0  # output index of the token of step n, less n
@@ -70,11 +70,6 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.row != NO_ROW
-
-    @property
-    def wants_step(self) -> bool:
-        """False once everything up to max_tokens is sampled or in flight: only results are missing."""
-        return len(self.token_ids) + self.num_pending < self.end_len
 
     def lose_workers(self) -> None:
         """Forget what the workers held: only the known tokens are left, and all of them must be computed again."""

@@ -47,12 +47,12 @@ class Rows:
         """The sequence gets a row and runs from now on. A row must be free."""
         sequence.row = self._free.pop()
         insort(self.running, sequence, key=lambda s: s.age)
-        self.cohort.add_other(sequence)
+        self.cohort.got_row(sequence)
         self._shares.of(sequence.tenant).num_rows += 1
 
     def release(self, sequence: Sequence) -> None:
         """Row and blocks go back. Steps in flight may still write there: later steps run after them."""
-        self.cohort.remove(sequence)
+        self.cohort.loses_row(sequence)
         self.kv.release(sequence.table)
         del self.running[bisect_left(self.running, sequence.age, key=lambda s: s.age)]
         self._shares.of(sequence.tenant).num_rows -= 1

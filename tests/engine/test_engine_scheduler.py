@@ -300,6 +300,7 @@ def test_given_no_garbage_collection_when_choices_of_a_request_have_ended_then_n
     for number in range(10):
         driver.add(f"a{number}", prompt_of(11), n=3)
         driver.add(f"b{number}", prompt_of(11), n=2, max_tokens=1)
+        driver.add(f"c{number}", prompt_of(11), n=2, max_tokens=30, ref=10 * number)
         driver.run()
     assert_clean(driver)
     assert num_kept() == before

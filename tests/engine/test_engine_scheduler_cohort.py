@@ -21,7 +21,7 @@ from tests.oracle import OracleExecutor
 pytestmark = pytest.mark.stage1
 
 VOCAB = 50
-SEEDS = range(120)
+SEEDS = range(60)
 
 
 class Player:
@@ -39,8 +39,8 @@ class Player:
         drafts = rng.random() < 0.15
         self._size: dict[str, Any] = {
             "num_blocks": rng.choice((20, 60, 200)),
-            "block_size": rng.choice((1, 2, 4, 4, 8)),
-            "max_num_seqs": rng.choice((3, 8, 8)),
+            "block_size": rng.choice((1, 2, 4, 4, 8, 16)),
+            "max_num_seqs": rng.choice((1, 3, 8, 8, 8)),
             "can_draft": drafts,
         }
         self._specials = rng.choice((0.0, 0.0, 0.1, 0.5))  # part of the requests that want more than plain tokens
@@ -106,8 +106,8 @@ class Player:
             seed=rng.randrange(3),
             n=rng.choice((1, 1, 1, 3)),
             max_tokens=rng.randint(1, 40),
-            min_tokens=0,
-            stop_token_ids=rng.choice(((), (), (7,), (3, 11, 12))),
+            min_tokens=rng.choice((0, 0, 2)),
+            stop_token_ids=rng.choice(((), (), (7,), (3, 11, 12), tuple(range(100, 165)))),
             logprobs=0 if is_special and rng.random() < 0.5 else None,
             prompt_logprobs=0 if is_special and rng.random() < 0.2 else None,
             tenant=rng.choice(self._tenants),
@@ -165,7 +165,10 @@ class Player:
                 scheduler.settle(request)
                 self.log.append([(s.token_ids.copy(), s.num_confirmed_tokens) for s in request.sequences])
         served = [scheduler._shares.of(name).served for name in self._tenants]
-        self.log.append((served, str(scheduler.totals), scheduler.queue_seconds, len(scheduler.kv.index)))
+        self.log.append((served, str(scheduler.totals), scheduler.queue_seconds, sorted(scheduler.kv.index._by_key)))
+        for record in scheduler._in_flight:
+            begun = [(s.request_id, s.choice) for s in record.begun]
+            self.log.append((record.step, record.counts, record.num_tokens, record.context, begun))
         members = len(scheduler.running) - len(self.cohort.others)
         self.most_members = max(self.most_members, members)
         self.num_steps_with_both += bool(members and self.cohort.others)
@@ -191,6 +194,10 @@ def test_given_the_histories_when_played_then_the_cohort_is_used_alone_and_besid
     players = [Player(seed, has_cohort=True) for seed in SEEDS[:30]]
     for player in players:
         player.play(400)
+        for sequence in player.engine.scheduler.running:
+            player.cohort.leave(sequence)
+        assert player.cohort._sum_computed == 0
+        assert not any((player.cohort._stop_ids, player.cohort._tenants, player.cohort._last_steps))
     assert sum(player.most_members >= 4 for player in players) > 5
     assert sum(player.num_steps_with_both > 50 for player in players) > 5
 
@@ -221,7 +228,7 @@ def miss_what_is_odd(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_plans_in_flight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepRecord, "single_out", lambda self, sequence: None)
+    patch.setattr(StepRecord, "single_out", lambda self, members: None)
 
 
 def admit_who_computes_again(patch: pytest.MonkeyPatch) -> None:
@@ -237,14 +244,15 @@ def admit_who_computes_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def charge_once(patch: pytest.MonkeyPatch) -> None:
-    leave = Cohort.leave
+    bring_up_to_date = Cohort._bring_up_to_date
 
-    def leaves(self: Cohort, sequence: Sequence, *arguments: Any) -> None:
-        work = sequence.work
-        leave(self, sequence, *arguments)
-        sequence.work -= (sequence.work - work) // 2
+    def brings(self: Cohort, sequences: list[Sequence], *arguments: Any) -> None:
+        work = [sequence.work for sequence in sequences]
+        bring_up_to_date(self, sequences, *arguments)
+        for sequence, before in zip(sequences, work, strict=True):
+            sequence.work -= (sequence.work - before) // 2
 
-    patch.setattr(Cohort, "leave", leaves)
+    patch.setattr(Cohort, "_bring_up_to_date", brings)
 
 
 @pytest.mark.parametrize(
