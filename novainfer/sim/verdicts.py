@@ -83,10 +83,11 @@ class Verdicts:
             is_right = seed in curses.poison or self._weight >= _CONVICTS
         elif words.startswith(_LATE):
             is_right = 0 < message.deadline <= age + _EPSILON
-        elif words == _LOST:
-            is_right = gateway is not None and gateway.index in self._cut_off
         else:
-            is_right = words == GONE and self._supervisor.gave_up and self.may_give_up
+            is_gone = self._supervisor.gave_up and self.may_give_up
+            is_cut_off = gateway is not None and gateway.index in self._cut_off
+            # A gateway that stood still while the supervisor gave up finds nobody at the other end.
+            is_right = (words == GONE and is_gone) or (words == _LOST and (is_cut_off or is_gone))
         if not is_right:
             raise Violation(f"{message.request_id}: an error without a cause: {words}")
         self.errors[words] += 1
