@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.schemes import IntegerWeight, WeightScheme
+from kernels.weights import Deferred, WeightMemory
 
 IntArray = npt.NDArray[np.int64]
 
@@ -199,6 +200,11 @@ class KernelBackend(Protocol):
         """The CPU instruction set that the kernels were compiled for; None where torch or Triton runs them."""
         ...
 
+    @property
+    def weight_memory(self) -> WeightMemory | None:
+        """Where packed weights lie, for tables beside them; None where each tensor has memory of its own."""
+        ...
+
     def is_exact(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
         """Whether with such KV blocks and weights of `dtype` a row's bits depend on that row alone, in every method."""
         ...
@@ -299,7 +305,9 @@ class KernelBackend(Protocol):
         """`act_mul(linear(x), activation)`, with its bits: x [T, K] -> [T, I], for a layer of 2 * I outputs."""
         ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
+    def pack_linear(
+        self, weight: Tensor | Deferred, bias: Tensor | None = None, scheme: WeightScheme | None = None
+    ) -> Linear:
         """weight [N, K], bias [N] or None -> a callable; the caller may release the weight afterwards.
 
         With a scheme the weight is quantised. Raises ValueError if the backend cannot multiply by such weights.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import ACTIVATIONS, AttentionMetadata, SamplingTensors
+from kernels.weights import Deferred
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SAMPLING_DTYPES = (
@@ -17,16 +18,16 @@ _SAMPLING_DTYPES = (
 )
 
 
-def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
+def check_shape(name: str, tensor: Tensor | Deferred, shape: Sequence[int | None]) -> None:
     """Raise ValueError unless `tensor` has `shape`, where None stands for any length."""
-    if tensor.ndim != len(shape) or any(
+    if len(tensor.shape) != len(shape) or any(
         want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
     ):
         wanted = ", ".join("*" if want is None else str(want) for want in shape)
         raise ValueError(f"{name} must have shape [{wanted}], got {list(tensor.shape)}")
 
 
-def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+def check_dtype(name: str, tensor: Tensor | Deferred, *dtypes: torch.dtype) -> None:
     """Raise ValueError unless the tensor has one of `dtypes`."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
@@ -92,7 +93,7 @@ def check_act_mul(gate_up: Tensor, activation: str) -> int:
     return gate_up.shape[1] // 2
 
 
-def check_linear(weight: Tensor, bias: Tensor | None) -> None:
+def check_linear(weight: Tensor | Deferred, bias: Tensor | None) -> None:
     """Raise ValueError unless weight is [N, K] and bias, where given, is [N]."""
     check_shape("weight", weight, [None, None])
     if bias is not None:

@@ -43,6 +43,7 @@ from kernels.rotary import cpu as rotary_cpu
 from kernels.rotary import reference as rotary_reference
 from kernels.sampling import cpu as sampling_cpu
 from kernels.sampling import reference as sampling_reference
+from kernels.weights import Deferred, WeightMemory, made
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,11 @@ class CpuBackend:
     def isa(self) -> str | None:
         """The instruction set in use; None where the native kernels are not available."""
         return None if self._library is None else self._library.isa
+
+    @property
+    def weight_memory(self) -> WeightMemory | None:
+        """The native kernels' own."""
+        return None if self._library is None else self._library.weight_memory
 
     def is_exact(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
         """Where everything runs in native code: torch's linears and its fp32 silu depend on a row's neighbours."""
@@ -186,15 +192,15 @@ class CpuBackend:
         return self.act_mul(linear(x), activation)
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None
+        self, weight: Tensor | Deferred, bias: Tensor | None = None, scheme: WeightScheme | None = None
     ) -> PackedLinear | QuantizedLinear | TorchLinear | DequantizedLinear:
         """Packs the weight; the originals may be released. There are no fp8 weights."""
         if scheme is not None and scheme.is_float:
             raise ValueError(f"kernel backend 'cpu' has no {scheme.name} weights")
         if self._library is None or weight.dtype not in DTYPES:
             if scheme is None:
-                return TorchLinear(weight, bias)
-            return DequantizedLinear(TorchLinear, dequantize(*quantize(weight, scheme), scheme), bias, scheme)
+                return TorchLinear(made(weight), bias)
+            return DequantizedLinear(TorchLinear, dequantize(*quantize(made(weight), scheme), scheme), bias, scheme)
         if scheme is None:
             return PackedLinear(self._library, weight, bias)
         return QuantizedLinear.quantizing(self._library, weight, bias, scheme)

@@ -31,6 +31,7 @@ from kernels.prompt_lookup.reference import find_drafts
 from kernels.rms_norm.reference import add_rms_norm, rms_norm
 from kernels.rotary.reference import rotary
 from kernels.sampling.reference import sample, without_bad_rows
+from kernels.weights import Deferred, made
 
 
 class ReferenceLinear:
@@ -59,6 +60,7 @@ class ReferenceBackend:
 
     name = "reference"
     isa: str | None = None
+    weight_memory = None
 
     def is_exact(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
         """Never: torch's fp32 silu rounds the last few elements of a tensor differently."""
@@ -138,11 +140,13 @@ class ReferenceBackend:
         """One after the other."""
         return self.act_mul(linear(x), activation)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
+    def pack_linear(
+        self, weight: Tensor | Deferred, bias: Tensor | None = None, scheme: WeightScheme | None = None
+    ) -> Linear:
         """Keeps the weight as it is, or what quantising makes of it in fp32."""
         if scheme is not None:
-            return DequantizedLinear(ReferenceLinear, dequantize(*quantize(weight, scheme), scheme), bias, scheme)
-        return ReferenceLinear(weight, bias)
+            return DequantizedLinear(ReferenceLinear, dequantize(*quantize(made(weight), scheme), scheme), bias, scheme)
+        return ReferenceLinear(made(weight), bias)
 
     def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Keeps the weights in fp32."""

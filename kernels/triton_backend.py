@@ -37,6 +37,7 @@ from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rotary.triton import rotary
 from kernels.sampling.triton import choose, sample
 from kernels.triton_launch import INTERPRETED, next_power_of_2
+from kernels.weights import Deferred, made
 
 
 class TorchLinear:
@@ -62,6 +63,7 @@ class TritonBackend:
 
     name = "triton"
     isa: str | None = None
+    weight_memory = None
 
     def __init__(self, device: torch.device, exact: bool = True) -> None:
         """`exact`: a row's bits depend on that row alone. Prefill then has the decode kernel's bits, and linear layers
@@ -214,11 +216,13 @@ class TritonBackend:
             return linear.gate_up(x, activation)
         return self.act_mul(linear(x), activation)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
+    def pack_linear(
+        self, weight: Tensor | Deferred, bias: Tensor | None = None, scheme: WeightScheme | None = None
+    ) -> Linear:
         """The vendor's library where it may choose its order, else ours; so for quantised weights, which it has not."""
         if scheme is None and not self._exact:
-            return TorchLinear(weight, bias)
-        return TritonLinear.of(weight, bias, scheme)
+            return TorchLinear(made(weight), bias)
+        return TritonLinear.of(made(weight), bias, scheme)
 
     def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> TritonLinear | None:
         """Ours, in groups of at least 16 columns."""

@@ -15,6 +15,7 @@ from novainfer.errors import ConfigError
 
 DEMO_MODEL = "demo"  # the checkpoint in novainfer/assets/demo
 MIB = 1024 * 1024
+GIB = 1024 * MIB
 OWN_ADDRESS = "auto"  # --cluster-host: that of this host's default route
 NO_W8A8_ON_GPUS = "--quantization w8a8 runs on CPUs only so far; int8, int4 and fp8 run on GPUs"
 NO_FP8_ON_CPUS = "--quantization fp8 runs on GPUs only, from Ada and Hopper on; int8, int4 and w8a8 run on CPUs"
@@ -56,6 +57,11 @@ class ModelConfig:
         "auto",
         "'native' = our decoder, 'transformers' = its modelling with our paged attention; auto = native if known.",
         choices=("auto", "native", "transformers"),
+    )
+    weight_cache_gib: float = option(
+        16.0,
+        "On CPUs: GiB of disk for weights as the kernels read them, which the next start maps in place of making them "
+        "again; those of the models that were used last are kept (0 = none).",
     )
     trust_remote_code: bool = option(False, "Run Python code that comes with the checkpoint.")
 
@@ -264,8 +270,6 @@ def check(config: ServeConfig) -> None:
         "start_timeout": config.server.start_timeout,
         "client_stall_timeout": config.server.client_stall_timeout,
     }
-    if config.server.max_restarts < 0 or not 0 <= config.server.orphan_grace < float("inf"):
-        raise ConfigError("--max-restarts and --orphan-grace can be neither negative nor infinite")
     for name, value in positive.items():
         if value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value}")
@@ -289,14 +293,7 @@ def check(config: ServeConfig) -> None:
         _check_cpus(config)
     if config.parallel.cluster_host is not None:
         _check_cluster_host(config.parallel.cluster_host, config.parallel.ray_address)
-    for name, number in {
-        "drain_timeout": config.server.drain_timeout,
-        "max_requests_per_key": config.server.max_requests_per_key,
-        "queue_timeout": config.scheduler.queue_timeout,
-        "request_timeout": config.server.request_timeout,
-    }.items():
-        if number < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must not be below 0: {number}")
+    _check_not_negative(config)
     if not 0.05 <= config.cache.gpu_memory_utilization <= 1.0:
         raise ConfigError("--gpu-memory-utilization must be between 0.05 and 1")
     if config.scheduler.steps_in_flight not in (1, 2):
@@ -308,6 +305,21 @@ def check(config: ServeConfig) -> None:
         raise ConfigError("--api-key must not be empty")
     if not 0 <= config.server.port <= 65535:
         raise ConfigError("--port must be between 0 and 65535")
+
+
+def _check_not_negative(config: ServeConfig) -> None:
+    if config.server.max_restarts < 0 or not 0 <= config.server.orphan_grace < float("inf"):
+        raise ConfigError("--max-restarts and --orphan-grace can be neither negative nor infinite")
+    if not 0 <= config.model.weight_cache_gib < float("inf"):
+        raise ConfigError("--weight-cache-gib can be neither negative nor infinite")
+    for name, number in {
+        "drain_timeout": config.server.drain_timeout,
+        "max_requests_per_key": config.server.max_requests_per_key,
+        "queue_timeout": config.scheduler.queue_timeout,
+        "request_timeout": config.server.request_timeout,
+    }.items():
+        if number < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must not be below 0: {number}")
 
 
 def _check_gpus(config: ServeConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,16 +58,18 @@ class KVCache:
         ]
         return cls(num_blocks, block_size, layers)
 
-    def take_memory(self, *, whole: bool, at_first: float = 0.0) -> None:
+    def take_memory(self, *, whole: bool, at_first: float = 0.0, mapped: int = 0) -> None:
         """Get the memory of a cache on a CPU before it is written to: all of it, or always what is soon used.
 
-        at_first: seconds to get what can be had before this returns; the rest comes beside the steps.
+        at_first: seconds to get what can be had before this returns; the rest comes beside the steps. mapped: bytes of
+        weights in files.
         """
         if self.layers[0][0].device.type == "cpu" and self._memory is None:
             tensors = [cache for layer in self.layers for cache in layer]
             block_bytes = sum(tensor.nbytes for tensor in tensors) // self.num_blocks
             ahead = max(_AHEAD_BYTES // block_bytes, 1)
-            self._memory = CacheMemory(tensors, ahead, lambda: _available_host_memory() - _LEFT_FREE, is_whole=whole)
+            room = functools.partial(_room, mapped)
+            self._memory = CacheMemory(tensors, ahead, room, is_whole=whole)
             if at_first:
                 self._memory.take_first(at_first, torch.get_num_threads())
             self._memory.start()
@@ -152,13 +155,17 @@ def _work_space_hint(work_space: int) -> str:
     return f" ({work_space / MIB:.0f} MiB of it {words})"
 
 
-def cpu_budget(config: ServeConfig, ranks_on_host: int) -> int:
-    """Bytes for the KV cache of one of `ranks_on_host` ranks on a CPU. Call it when the weights are loaded."""
+def cpu_budget(config: ServeConfig, ranks_on_host: int, mapped: int) -> int:
+    """Bytes for the KV cache of one of `ranks_on_host` ranks on a CPU. Call it when the weights are loaded.
+
+    mapped: bytes of each rank's weights in files, which spare ranks share.
+    """
     if config.cache.kv_cache_memory_mib is not None:
         return config.cache.kv_cache_memory_mib * MIB // ranks_on_host
     # A spare rank will hold what this one holds by now: the weights, above all.
     spares = config.parallel.spare_workers * ranks_on_host
-    available = _available_host_memory() - (spares * _private_memory() if spares else 0)
+    available = _available_host_memory(mapped * ranks_on_host)
+    available -= spares * max(_private_memory() - mapped, 0) if spares else 0
     return min(max(available, 0) // 4, _MAX_CPU_SHARE) // ranks_on_host
 
 
@@ -181,15 +188,22 @@ def peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
+def _room(mapped: int) -> int:
+    return _available_host_memory(mapped) - _LEFT_FREE
+
+
 def _private_memory() -> int:
     """Bytes that this process shares with no other."""
     used: int = psutil.Process().memory_full_info().uss
     return used
 
 
-def _available_host_memory() -> int:
-    """Bytes that may still be taken without swapping, under the container's limit where there is one."""
-    available: int = psutil.virtual_memory().available
+def _available_host_memory(mapped: int) -> int:
+    """Bytes that may still be taken without swapping, under the container's limit where there is one.
+
+    mapped: bytes of files that are in use, which the system would count.
+    """
+    available: int = psutil.virtual_memory().available - mapped
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
@@ -104,13 +105,19 @@ class StepLoop:
                 continue
             if not self._socket.poll(HELLO_INTERVAL_MS):
                 self._session.say_hello()
-                self._worker.runner.use_idle_time()
+                self._use_idle_time()
                 continue
             message = WORKER_SCHEMA.decode(self._socket.recv())
             self._pulse.is_busy = True
             if not self._session.handle(message):
                 break
         self._finish_all()
+
+    def _use_idle_time(self) -> None:
+        """Until a message comes, or it is time for the next hello."""
+        until = time.monotonic() + HELLO_INTERVAL_MS / 1000
+        while self._worker.use_idle_time() and not self._socket.poll(0) and time.monotonic() < until:
+            pass
 
     def launch(self, plan: StepPlan) -> None:
         """See `Steps`."""

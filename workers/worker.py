@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from kernels.backend import KernelBackend, select_backend
+from kernels.native.build import cache_dir
 from novainfer.config import (
+    GIB,
     MIB,
     NO_FP8_CACHE_ON_CPUS,
     NO_FP8_ON_CPUS,
@@ -51,6 +54,8 @@ from workers.null_runner import null_runner
 from workers.request_states import RequestStates, RowLimits
 from workers.step_tokens import step_tokens
 from workers.tensor_parallel import TensorParallel
+from workers.weight_file import WeightFile
+from workers.weight_key import weight_key
 from workers.weights import find_bad_tensor
 
 Progress = Callable[[str, int, int], None]  # (stage, done, total)
@@ -100,6 +105,7 @@ class Worker:
     max_launched: int  # steps worth launching before the first is finished: 2 where the device works on its own
     cache: KVCache | None  # None: it computes nothing
     fingerprint: str = ""  # of a group in an exact mode, on rank 0
+    weight_file: WeightFile | None = None
 
     @classmethod
     def build(cls, config: ServeConfig, place: RankPlace, progress: Progress) -> Worker:
@@ -117,17 +123,12 @@ class Worker:
             torch.cuda.set_device(device)
         deterministic = config.parallel.deterministic
         tp = TensorParallel.init(place.rank, place.world_size, place.meeting_point, device, deterministic=deterministic)
-        model = load_model(
-            config.model,
-            tp=tp,
-            kernels=kernels,
-            device=device,
-            progress=lambda done, total: progress(STAGE_WEIGHTS, done, total),
-        )
+        model, weight_file = _load_model(config.model, kernels, tp, device, progress)
+        mapped = 0 if weight_file is None else weight_file.mapped_bytes
         mode = find_mode(config, kernels, model, tp, device)
         checksum = checksum_of(model) if mode.is_exact else 0
         progress(STAGE_KV_CACHE, 0, 1)
-        size = _size_cache(config, model, kernels, tp, device)
+        size = _size_cache(config, model, kernels, tp, device, mapped)
         cache = KVCache.allocate(model, kernels, size.num_blocks, config.cache, device)
         limits = _limits(config, model, size, _step_tokens(config, model, tp, device))
         record = cuda_recorder(device) if has_graphs(config, model, device) else None
@@ -149,7 +150,7 @@ class Worker:
             mode=str(mode),
         )
         own = _fingerprint_of(runner, mode, tp, checksum, num_tokens) if mode.is_exact else ""
-        return cls(runner, info, tp, 1 if device.type == "cpu" else 2, cache, own)
+        return cls(runner, info, tp, 1 if device.type == "cpu" else 2, cache, own, weight_file)
 
     def take_cache_memory(self, config: ServeConfig, at_first: float = 0.0) -> None:
         """All of a cache whose size was given: it is wanted, and later may not be there. Else what is soon used.
@@ -157,7 +158,32 @@ class Worker:
         at_first: seconds that may be spent on it before anything runs.
         """
         if self.cache is not None:
-            self.cache.take_memory(whole=config.cache.kv_cache_memory_mib is not None, at_first=at_first)
+            whole = config.cache.kv_cache_memory_mib is not None
+            mapped = 0 if self.weight_file is None else self.weight_file.mapped_bytes
+            self.cache.take_memory(whole=whole, at_first=at_first, mapped=mapped)
+
+    def use_idle_time(self) -> bool:
+        """Get something ready that is wanted later; see `Runner`. False: there is nothing."""
+        return self.runner.use_idle_time() or (self.weight_file is not None and self.weight_file.write_next())
+
+
+def _load_model(
+    config: ModelConfig, kernels: KernelBackend, tp: TensorParallel, device: torch.device, progress: Progress
+) -> tuple[CausalLM, WeightFile | None]:
+    """This rank's part, with the file that keeps its packed weights where there is one, or may be."""
+    memory, kept = kernels.weight_memory, None
+    if memory is not None and config.weight_cache_gib:
+        limit = int(config.weight_cache_gib * GIB)
+        kept = WeightFile(cache_dir() / "weights", weight_key(config, kernels, tp), limit)
+    with nullcontext() if memory is None else memory.keeping(kept):
+        model = load_model(
+            config,
+            tp=tp,
+            kernels=kernels,
+            device=device,
+            progress=lambda done, total: progress(STAGE_WEIGHTS, done, total),
+        )
+    return model, kept
 
 
 def choose_device(config: ParallelConfig, rank: int) -> torch.device:
@@ -233,7 +259,7 @@ def _limits(config: ServeConfig, model: CausalLM, size: CacheSize, num_tokens: i
 
 
 def _size_cache(
-    config: ServeConfig, model: CausalLM, kernels: KernelBackend, tp: TensorParallel, device: torch.device
+    config: ServeConfig, model: CausalLM, kernels: KernelBackend, tp: TensorParallel, device: torch.device, mapped: int
 ) -> CacheSize:
     """Decide the number of blocks; on a GPU after steps of the largest size have shown what they need beside them."""
     max_position = model.spec.max_position
@@ -241,7 +267,7 @@ def _size_cache(
     if config.cache.num_blocks is not None:
         return fit_cache(config, max_position, per_block, budget=0)
     if device.type == "cpu":
-        return fit_cache(config, max_position, per_block, cpu_budget(config, tp.world_size))
+        return fit_cache(config, max_position, per_block, cpu_budget(config, tp.world_size, mapped))
     if config.cache.kv_cache_memory_mib is not None:
         return fit_cache(config, max_position, per_block, config.cache.kv_cache_memory_mib * MIB)
     try:

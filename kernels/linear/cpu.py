@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.checks import check_dtype, check_linear
 from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contiguous, panel_shape
+from kernels.weights import Deferred, made
 
 _ROUNDED = 3  # float32 that holds what the weight's dtype would; see native/linear.h
 
@@ -51,14 +52,13 @@ class NativeLinear:
         self._structs: dict[int, ctypes.Structure] = {}  # by the output's number
         self._addresses: dict[int, int] = {}
 
-    def _pass(self, make: Callable[[LinearArguments], ctypes.Structure]) -> int:
-        """Keep the kernel's arguments, made of a layer's, for every type of result; the address of one of them."""
+    def _pass(self, make: Callable[[LinearArguments], ctypes.Structure]) -> None:
+        """Keep the kernel's arguments, made of a layer's, for every type of result."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
         numbers = (self._packed.data_ptr(), bias, self.out_features, self.in_features, DTYPES[self.dtype])
         for code in (DTYPES[self.dtype], DTYPES[torch.float32], _ROUNDED):
             self._structs[code] = make(LinearArguments(*numbers, code))
             self._addresses[code] = ctypes.addressof(self._structs[code])
-        return self._addresses[DTYPES[self.dtype]]
 
     @property
     def arguments(self) -> ctypes.Structure:
@@ -92,16 +92,19 @@ class NativeLinear:
 class PackedLinear(NativeLinear):
     """The weight as it is."""
 
-    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, library: NativeLibrary, weight: Tensor | Deferred, bias: Tensor | None = None) -> None:
         """weight [N, K] in bf16, fp16 or fp32 (a view of a larger one will do), bias [N] in any of them."""
         check_linear(weight, bias)
         check_dtype("weight", weight, *DTYPES)
-        weight = last_dim_contiguous(weight.detach())
         n, k = weight.shape
+
+        def pack(out: Tensor) -> None:
+            rows = last_dim_contiguous(made(weight).detach())
+            code, threads = DTYPES[rows.dtype], torch.get_num_threads()
+            library.pack_linear(rows.data_ptr(), out.data_ptr(), n, k, rows.stride(0), code, threads)
+
         # An even number of panels: some instruction sets lay two side by side.
         panels = (-(-n // (2 * LANES)) * 2, *panel_shape(k, LANES, weight.dtype))
-        packed = library.weight_memory.zeros(panels, weight.dtype)
+        packed = library.weight_memory.filled(panels, weight.dtype, pack)
         super().__init__(library.linear, (n, k), weight.dtype, packed, bias)
         self._pass(lambda layer: layer)
-        code = DTYPES[weight.dtype]
-        library.pack_linear(weight.data_ptr(), packed.data_ptr(), n, k, weight.stride(0), code, torch.get_num_threads())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from kernels.checks import check_dtype, check_linear, check_shape
 from kernels.linear.cpu import LinearArguments, NativeLinear
 from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contiguous
+from kernels.weights import Deferred, made
 
 _CHUNK_BYTES = 64  # as in native/integers.h
 _SCALE_BYTES = 2
@@ -53,28 +55,37 @@ class QuantizedLinear(NativeLinear):
         dtype: torch.dtype,
         bias: Tensor | None,
         layout: Layout,
+        pack: Callable[[int], object],
     ) -> None:
-        """Memory for a weight [N, K] = shape under activations of dtype; `quantizing` and `of_integers` fill it."""
-        packed = library.weight_memory.zeros((layout.packed_bytes(*shape),), torch.uint8)
-        super().__init__(library.quantized_linear, shape, dtype, packed, bias)
+        """A weight [N, K] = shape under activations of dtype. pack fills it, given the address of its arguments."""
         numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales, layout.rounds_rows)
-        self._address = self._pass(lambda layer: QuantizedArguments(layer, *numbers))
+
+        def fill(packed: Tensor) -> None:
+            layer = LinearArguments(packed.data_ptr(), 0, *shape, DTYPES[dtype], DTYPES[dtype])
+            arguments = QuantizedArguments(layer, *numbers)
+            pack(ctypes.addressof(arguments))
+
+        packed = library.weight_memory.filled((layout.packed_bytes(*shape),), torch.uint8, fill)
+        super().__init__(library.quantized_linear, shape, dtype, packed, bias)
+        self._pass(lambda layer: QuantizedArguments(layer, *numbers))
 
     @classmethod
     def quantizing(
-        cls, library: NativeLibrary, weight: Tensor, bias: Tensor | None, scheme: WeightScheme
+        cls, library: NativeLibrary, weight: Tensor | Deferred, bias: Tensor | None, scheme: WeightScheme
     ) -> QuantizedLinear:
         """What `scheme` makes of weight [N, K] in bf16, fp16 or fp32 (a view will do); bias [N] in any of them."""
         check_linear(weight, bias)
         check_dtype("weight", weight, *DTYPES)
-        weight = last_dim_contiguous(weight.detach())
         n, k = weight.shape
         if scheme.rounds_rows and (scheme.bits != 8 or scheme.group % LANES):
             raise ValueError(f"rows cannot be rounded to {scheme.bits} bits in groups of {scheme.group}")
         layout = Layout(scheme.bits, scheme.group, rounds_rows=scheme.rounds_rows)
-        linear = cls(library, (n, k), weight.dtype, bias, layout)
-        library.quantize(linear._address, weight.data_ptr(), weight.stride(0), torch.get_num_threads())
-        return linear
+
+        def pack(arguments: int) -> None:
+            rows = last_dim_contiguous(made(weight).detach())
+            library.quantize(arguments, rows.data_ptr(), rows.stride(0), torch.get_num_threads())
+
+        return cls(library, (n, k), weight.dtype, bias, layout, pack)
 
     @classmethod
     def of_integers(
@@ -92,7 +103,8 @@ class QuantizedLinear(NativeLinear):
         lowest, highest = (int(bound) for bound in integers.aminmax())
         bits = 4 if lowest >= -8 and highest <= 7 else 8
         layout = Layout(bits, weight.group, lowest == -128, scales.dtype is torch.float16)
-        linear = cls(library, (n, k), dtype, bias, layout)
-        threads = torch.get_num_threads()
-        library.pack_integers(linear._address, integers.data_ptr(), scales.data_ptr(), threads)
-        return linear
+
+        def pack(arguments: int) -> None:
+            library.pack_integers(arguments, integers.data_ptr(), scales.data_ptr(), torch.get_num_threads())
+
+        return cls(library, (n, k), dtype, bias, layout, pack)

@@ -64,7 +64,7 @@ def library_path(name: str) -> Path:
 
     Safe in many processes at once: one compiles, the others wait for it.
     """
-    folder = _cache_dir() / _build_key()
+    folder = cache_dir() / "native" / build_key()
     library = folder / f"libnova-{name}.so"
     if library.exists():
         return library
@@ -79,12 +79,14 @@ def library_path(name: str) -> Path:
     return library
 
 
-def _cache_dir() -> Path:
+def cache_dir() -> Path:
+    """For what is made once on a machine."""
     root = os.environ.get("NOVAINFER_CACHE_DIR")
-    return (Path(root) if root else Path.home() / ".cache" / "novainfer") / "native"
+    return Path(root) if root else Path.home() / ".cache" / "novainfer"
 
 
-def _build_key() -> str:
+def build_key() -> str:
+    """Another one for every change of the kernels."""
     digest = hashlib.sha256()
     parts = (platform.machine(), repr(_FLAGS), repr(ISA_FLAGS), repr(_EMULATED_FLAGS))
     digest.update("\n".join(parts).encode())

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.memory import WeightMemory
 from kernels.native.build import NativeBuildError, library_path, runs_here, supported_isas
+from kernels.weights import WeightMemory
 
 _log = logging.getLogger(__name__)
 

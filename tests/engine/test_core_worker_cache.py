@@ -70,21 +70,38 @@ def test_length_above_the_models_when_asked_for_then_config_error() -> None:
 
 
 def test_cpu_budget_when_ranks_share_a_host_then_they_share_the_memory() -> None:
-    assert cpu_budget(config(kv_cache_memory_mib=100), 4) == 25 * MIB
-    assert 0 < cpu_budget(config(), 1) <= 4096 * MIB
-    assert cpu_budget(config(), 2) <= 2048 * MIB
+    assert cpu_budget(config(kv_cache_memory_mib=100), 4, 0) == 25 * MIB
+    assert 0 < cpu_budget(config(), 1, 0) <= 4096 * MIB
+    assert cpu_budget(config(), 2, 0) <= 2048 * MIB
 
 
 def test_given_spare_workers_when_the_cache_is_sized_then_room_is_left_for_another_copy_of_each_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_cache, "_available_host_memory", lambda: 6000 * MIB)
+    monkeypatch.setattr(kv_cache, "_available_host_memory", lambda mapped: 6000 * MIB - mapped)
     spared = replace(config(), parallel=ParallelConfig(spare_workers=1))
     for ranks in (1, 2):
-        left_free = 4 * ranks * (cpu_budget(config(), ranks) - cpu_budget(spared, ranks))
+        left_free = 4 * ranks * (cpu_budget(config(), ranks, 0) - cpu_budget(spared, ranks, 0))
         own = psutil.Process().memory_full_info().uss
         assert left_free == pytest.approx(ranks * own, rel=0.1)
-    assert cpu_budget(replace(spared, cache=CacheConfig(kv_cache_memory_mib=100)), 1) == 100 * MIB
+    assert cpu_budget(replace(spared, cache=CacheConfig(kv_cache_memory_mib=100)), 1, 0) == 100 * MIB
+
+
+def test_given_weights_in_a_file_when_the_cache_is_sized_then_they_do_not_count_as_free_and_spares_share_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_cache, "_available_host_memory", lambda mapped: 6000 * MIB - mapped)
+    monkeypatch.setattr(kv_cache, "_private_memory", lambda: 1000 * MIB)
+    assert cpu_budget(config(), 1, 800 * MIB) == 1300 * MIB
+    assert cpu_budget(config(), 2, 800 * MIB) == 550 * MIB  # of each of two ranks
+    spared = replace(config(), parallel=ParallelConfig(spare_workers=1))
+    assert cpu_budget(spared, 1, 800 * MIB) == 1250 * MIB
+    assert cpu_budget(spared, 1, 1200 * MIB) == 1200 * MIB
+
+
+def test_memory_that_is_available_given_mapped_files_when_asked_then_it_is_less_by_that() -> None:
+    free, less = kv_cache._available_host_memory(0), kv_cache._available_host_memory(512 * MIB)
+    assert free - less == pytest.approx(512 * MIB, abs=128 * MIB)  # others use memory, too
 
 
 def test_blocks_when_copied_then_sources_are_read_before_anything_is_written() -> None:
@@ -135,7 +152,7 @@ def test_steps_when_a_gpu_has_no_memory_for_them_then_that_is_said(
     kernels, tp = select_backend(CPU), TensorParallel.single()
     model = load_model(spec, tp=tp, kernels=kernels, device=CPU)
     with pytest.raises(ConfigError, match="no memory for steps of the largest size; lower --max-num-seqs"):
-        worker._size_cache(config(64), model, kernels, tp, torch.device("cuda"))
+        worker._size_cache(config(64), model, kernels, tp, torch.device("cuda"), 0)
 
 
 def test_room_when_steps_take_it_then_the_bill_says_so() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.weights import Deferred
 from novainfer.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.mode import Mode
 from novainfer.protocol.messages import Logprobs
@@ -147,13 +148,13 @@ def test_worker_given_other_threads_and_epochs_when_built_then_its_fingerprint_i
 def test_worker_given_a_weight_that_no_first_step_reads_when_it_was_packed_wrongly_then_its_fingerprint_tells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def spoiled(build: LayerBuilder, module: str, vocab_size: int, hidden_size: int) -> Tensor:
-        rows = embedding.load_vocab_rows(build, module, vocab_size, hidden_size)
+    def spoiled(build: LayerBuilder, module: str, vocab_size: int, hidden_size: int) -> Deferred:
+        rows = embedding.vocab_rows(build, module, vocab_size, hidden_size).make()
         rows[5] = -rows[5]
-        return rows
+        return Deferred(tuple(rows.shape), rows.dtype, lambda: rows)
 
     first = build(1)
-    monkeypatch.setattr(decoder, "load_vocab_rows", spoiled)
+    monkeypatch.setattr(decoder, "vocab_rows", spoiled)
     assert build(1).fingerprint != first.fingerprint
 
 

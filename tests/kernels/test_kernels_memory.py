@@ -8,7 +8,8 @@ import psutil
 import pytest
 import torch
 
-from kernels.memory import WeightMemory, commit, lazy_zeros
+from kernels.memory import commit, lazy_zeros
+from kernels.weights import WeightMemory
 from tests.resident import resident_bytes
 
 CHUNK = 64 << 20

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.backend import KernelBackend, Linear, Program
 from kernels.linear.schemes import WeightScheme
+from kernels.weights import Deferred
 from workers.quantized.linears import QuantizedLinears
 from workers.quantized.tensors import StoredWeight
 from workers.tensor_parallel import TensorParallel
@@ -83,14 +84,28 @@ class LayerBuilder:
         is_quantized = self.quantized is not None and self.quantized.tensors.holds(module)
         return is_quantized or f"{module}.weight" in self.weights
 
-    def rows(self, module: str, shape: tuple[int, int], rows: slice) -> Tensor:
-        """Rows of a module's weight [N, K] = shape, widened where the checkpoint has it quantised. It may be a view."""
+    def rows(self, module: str, shape: tuple[int, int], rows: slice, padded: int) -> Deferred:
+        """Rows of a module's weight [N, K] = shape, widened where the checkpoint has it quantised.
+
+        They are followed by zeros, `padded` rows in all.
+        """
         weight = self._weight(module, shape, (rows,), has_bias=False)
-        if isinstance(weight, Tensor):
-            return weight
-        if self.quantized is not None:
+        if isinstance(weight, StoredWeight) and self.quantized is not None:
             self.quantized.count_widened("a matrix of the vocabulary")
-        return weight.widen(self.dtype)
+
+        def make() -> Tensor:
+            made = torch.zeros(padded, shape[1], dtype=self.dtype, device=self.device)
+            made[: rows.stop - rows.start].copy_(weight if isinstance(weight, Tensor) else weight.widen(self.dtype))
+            return made
+
+        return Deferred((padded, shape[1]), self.dtype, make)
+
+    def table(self, rows: Deferred) -> Tensor:
+        """What is looked up by rows, beside the packed weights where they have memory of their own."""
+        memory = self.kernels.weight_memory
+        if memory is None or self.device.type != "cpu":
+            return rows.make()
+        return memory.filled(rows.shape, rows.dtype, lambda out: out.copy_(rows.make()))
 
     def _weight(
         self, module: str, shape: tuple[int, int], index: tuple[slice, ...], has_bias: bool
@@ -108,18 +123,24 @@ class LayerBuilder:
             packed = self.quantized.pack(parts, bias)
             if packed is not None:
                 return packed
-        return self.kernels.pack_linear(self._joined(parts), bias, scheme)
+        rows = sum(_shape_of(part)[0] for part in parts)
+        joined = Deferred((rows, *_shape_of(parts[0])[1:]), self.dtype, lambda: self._joined(parts))
+        return self.kernels.pack_linear(joined, bias, scheme)
 
     def _joined(self, parts: Sequence[StoredWeight | Tensor]) -> Tensor:
         """Along the first dimension, in the model's dtype on its device: a copy."""
-        shapes = [part.shape if isinstance(part, Tensor) else part.integers.shape for part in parts]
-        rows = sum(shape[0] for shape in shapes)
-        joined = torch.empty(rows, *shapes[0][1:], dtype=self.dtype, device=self.device)
+        rows = sum(_shape_of(part)[0] for part in parts)
+        joined = torch.empty(rows, *_shape_of(parts[0])[1:], dtype=self.dtype, device=self.device)
         row = 0
-        for part, shape in zip(parts, shapes, strict=True):
-            joined[row : row + shape[0]].copy_(part if isinstance(part, Tensor) else part.widen(self.dtype))
-            row += shape[0]
+        for part in parts:
+            stop = row + _shape_of(part)[0]
+            joined[row:stop].copy_(part if isinstance(part, Tensor) else part.widen(self.dtype))
+            row = stop
         return joined
+
+
+def _shape_of(part: StoredWeight | Tensor) -> torch.Size:
+    return part.shape if isinstance(part, Tensor) else part.integers.shape
 
 
 class RowParallelLinear:

@@ -7,18 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import Linear
+from kernels.weights import Deferred
 from workers.layers.build import LayerBuilder
 from workers.tensor_parallel import TensorParallel
 
 
-def load_vocab_rows(build: LayerBuilder, module: str, vocab_size: int, hidden_size: int) -> Tensor:
+def vocab_rows(build: LayerBuilder, module: str, vocab_size: int, hidden_size: int) -> Deferred:
     """This rank's rows [rows_per_rank, hidden] of a vocabulary matrix; the last rank's are padded with zeros."""
     rows = -(-vocab_size // build.tp.world_size)
     start = min(build.tp.rank * rows, vocab_size)
     stop = min(start + rows, vocab_size)
-    weight = torch.zeros(rows, hidden_size, dtype=build.dtype, device=build.device)
-    weight[: stop - start].copy_(build.rows(module, (vocab_size, hidden_size), slice(start, stop)))
-    return weight
+    return build.rows(module, (vocab_size, hidden_size), slice(start, stop), rows)
 
 
 class VocabEmbedding:

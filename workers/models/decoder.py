@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kernels.backend import Program
 from kernels.linear.schemes import head_scheme
+from kernels.weights import Deferred
 from workers.layers.attention import Attention, HeadShard
 from workers.layers.build import LayerBuilder
-from workers.layers.embedding import VocabEmbedding, VocabProjection, load_vocab_rows
+from workers.layers.embedding import VocabEmbedding, VocabProjection, vocab_rows
 from workers.layers.mlp import Mlp
 from workers.layers.moe import MixtureOfExperts
 from workers.layers.norm import RmsNorm
@@ -28,7 +29,7 @@ class Decoder:
         self.spec = spec
         self._layers_done = 0
         self.num_local_kv_heads = HeadShard.of(spec, build.tp).num_kv_heads
-        embedding_rows = load_vocab_rows(build, f"{spec.prefix}embed_tokens", spec.vocab_size, spec.hidden_size)
+        embedding_rows = build.table(vocab_rows(build, f"{spec.prefix}embed_tokens", spec.vocab_size, spec.hidden_size))
         self._embedding = VocabEmbedding(embedding_rows, build.tp, spec.embedding_multiplier)
         tables = {rotary: rotary_table(rotary, max_position, spec.dtype, build.device) for rotary in set(spec.rotaries)}
         self._layers = [
@@ -162,10 +163,12 @@ def _load_head(build: LayerBuilder, spec: DecoderSpec, embedding_rows: Tensor) -
 
     With quantised layers it becomes int8, also where they are int4: its errors go straight into the logits.
     """
-    rows = embedding_rows
+    rows: Tensor | Deferred = embedding_rows
     if not spec.tie_word_embeddings or build.holds(spec.lm_head):
-        stored = load_vocab_rows(build, spec.lm_head, spec.vocab_size, spec.hidden_size)
-        rows = embedding_rows if torch.equal(stored, embedding_rows) else stored
+        rows = vocab_rows(build, spec.lm_head, spec.vocab_size, spec.hidden_size)
+        if build.kernels.weight_memory is None:  # what is not packed may be shared
+            stored = rows.make()
+            rows = embedding_rows if torch.equal(stored, embedding_rows) else stored
     return VocabProjection(build.kernels.pack_linear(rows, None, head_scheme(build.scheme)), build.tp, spec.vocab_size)
 
 

@@ -1,0 +1,247 @@
+"""Packed weights in a file that the next process maps."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.backend import select_backend
+from kernels.native.library import load_library
+from novainfer.config import DEMO_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
+from novainfer.errors import EngineError
+from workers import weight_file, weight_key
+from workers import worker as worker_module
+from workers.checkpoint import find_checkpoint
+from workers.launch import RankPlace
+from workers.tensor_parallel import TensorParallel
+from workers.weight_file import WeightFile
+from workers.worker import Worker
+
+pytestmark = pytest.mark.stage1
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where files are kept, however small."""
+    monkeypatch.setattr(weight_file, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(worker_module, "cache_dir", lambda: tmp_path)
+    return tmp_path / "weights"
+
+
+def build(**model: object) -> Worker:
+    config = ServeConfig(
+        model=ModelConfig(max_model_len=64, **model),  # type: ignore[arg-type]
+        cache=CacheConfig(num_blocks=8),
+        scheduler=SchedulerConfig(max_num_seqs=2),
+        parallel=ParallelConfig(device="cpu"),
+    )
+    place = RankPlace(rank=0, world_size=1, epoch=1, meeting_point="")
+    return Worker.build(config, place, lambda stage, done, total: None)
+
+
+def write_all(kept: WeightFile) -> None:
+    """As an idle worker does, to the end."""
+    while kept.write_next():
+        pass
+    for thread in threading.enumerate():
+        if thread.name == "packed weights":
+            thread.join()
+
+
+def kept(folder: Path, key: str, *sizes: int, limit: int = 64 * MIB) -> WeightFile:
+    """A file of tensors of these sizes; their bytes say which is which."""
+    file = WeightFile(folder, key, limit)
+    for number, size in enumerate(sizes, start=1):
+        tensor = torch.full((size,), number, dtype=torch.uint8)
+        assert file.next((size,), torch.uint8) is None
+        file.add(tensor)
+    write_all(file)
+    return file
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
+def test_worker_given_weights_that_another_one_packed_when_built_then_maps_them_and_computes_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    first = build(quantization=quantization)
+    assert first.weight_file is not None
+    assert first.weight_file.mapped_bytes == 0
+    while first.use_idle_time():
+        pass
+    write_all(first.weight_file)
+    (path,) = folder.iterdir()
+    assert path.suffix == ".weights"
+
+    def pack(*_: object) -> int:
+        raise AssertionError("packed once more")
+
+    library = load_library()
+    for name in ("pack_linear", "quantize"):
+        monkeypatch.setattr(library, name, pack)
+    second = build(quantization=quantization)
+    assert second.weight_file is not None
+    assert 0 < second.weight_file.mapped_bytes <= path.stat().st_size
+    assert second.fingerprint == first.fingerprint
+    assert not second.use_idle_time()
+    assert names(folder) == {path.name}
+
+
+def test_worker_given_no_disk_for_weights_when_built_then_none_is_used(folder: Path) -> None:
+    worker = build(weight_cache_gib=0.0)
+    assert worker.weight_file is None
+    assert not worker.use_idle_time()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("at", [0, 5000, -1, -12, -40])
+def test_worker_given_a_file_with_a_wrong_byte_when_built_then_packs_anew(folder: Path, at: int) -> None:
+    first = build()
+    assert first.weight_file is not None
+    write_all(first.weight_file)
+    (path,) = folder.iterdir()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x55
+    path.write_bytes(data)
+    second = build()
+    assert second.weight_file is not None
+    assert second.weight_file.mapped_bytes == 0
+    assert second.fingerprint == first.fingerprint
+    write_all(second.weight_file)  # a good one takes its place
+    third = build()
+    assert third.weight_file is not None
+    assert third.weight_file.mapped_bytes > 0
+
+
+@pytest.mark.parametrize("content", [b"", b"novapack", b"\xff" * 100, b"{}" + (2).to_bytes(8, "little") + b"novapack"])
+def test_file_given_something_else_in_its_place_when_opened_then_it_is_removed(folder: Path, content: bytes) -> None:
+    folder.mkdir()
+    (folder / "a.weights").write_bytes(content)
+    assert WeightFile(folder, "a", MIB).next((1,), torch.uint8) is None
+    assert not names(folder)
+
+
+def test_file_given_tensors_of_many_sizes_when_read_again_then_each_is_there_aligned_and_in_order(
+    folder: Path,
+) -> None:
+    sizes = (1, 64, 8 * MIB - 1, 3, 17 * MIB + 5, 8 * MIB)
+    kept(folder, "a", *sizes)
+    file = WeightFile(folder, "a", MIB)
+    for number, size in enumerate(sizes, start=1):
+        tensor = file.next((size,), torch.uint8)
+        assert tensor is not None
+        assert tensor.data_ptr() % 64 == 0
+        assert int(tensor.min()) == int(tensor.max()) == number
+    with pytest.raises(EngineError, match="tensor 6"):
+        file.next((1,), torch.uint8)
+    assert not names(folder)  # it is not what its key says
+
+
+def test_file_given_another_shape_or_type_than_was_kept_when_asked_then_error_and_no_second_time(folder: Path) -> None:
+    for shape, dtype in (((65,), torch.uint8), ((64,), torch.int8)):
+        kept(folder, "a", 64)
+        with pytest.raises(EngineError, match="tensor 0"):
+            WeightFile(folder, "a", MIB).next(shape, dtype)
+        assert WeightFile(folder, "a", MIB).next(shape, dtype) is None
+
+
+def test_tensor_given_its_file_was_removed_when_read_then_it_is_still_there(folder: Path) -> None:
+    kept(folder, "a", 5 * MIB)
+    tensor = WeightFile(folder, "a", MIB).next((5 * MIB,), torch.uint8)
+    shutil.rmtree(folder)
+    assert tensor is not None
+    assert int(tensor.sum()) == 5 * MIB
+
+
+def test_folder_given_a_limit_when_more_is_kept_then_what_was_not_used_for_longest_goes(folder: Path) -> None:
+    for number, key in enumerate("abc"):
+        kept(folder, key, 2 * MIB)
+        os.utime(folder / f"{key}.weights", (number, number))
+    assert WeightFile(folder, "a", MIB).mapped_bytes  # used: now the newest
+    kept(folder, "d", 2 * MIB, limit=7 * MIB)
+    assert names(folder) == {"a.weights", "c.weights", "d.weights"}
+    kept(folder, "e", 2 * MIB, limit=2 * MIB - 1)
+    assert names(folder) == {"a.weights", "c.weights", "d.weights"}
+    kept(folder, "e", 2 * MIB, limit=3 * MIB)
+    assert names(folder) == {"e.weights"}
+
+
+def test_folder_given_files_of_writers_when_one_is_dead_then_its_file_goes_and_the_others_stay(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "dead.part").write_bytes(b"some")
+    with open(folder / "a.part", "wb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        kept(folder, "a", MIB)  # another process does that already
+        assert names(folder) == {"a.part"}
+        kept(folder, "b", MIB)
+        assert names(folder) == {"a.part", "b.weights"}
+    kept(folder, "a", MIB)
+    assert names(folder) == {"a.weights", "b.weights"}
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_file_given_a_disk_that_fails_when_written_then_nothing_is_left_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    kept(folder, "a", 9 * MIB)
+    assert not names(folder)
+    assert "No space left" in caplog.text
+
+
+def test_file_given_a_folder_that_cannot_be_made_when_written_then_it_is_said(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.joinpath("weights").write_bytes(b"")
+    kept(folder, "a", MIB)
+    assert "not kept" in caplog.text
+
+
+def test_file_given_a_disk_with_little_room_when_written_then_it_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_file, "_MOST_OF_FREE", 1 << 40)
+    kept(folder, "a", MIB)
+    assert not names(folder)
+
+
+def test_key_given_another_checkpoint_rank_or_type_when_taken_then_it_is_another_one(tmp_path: Path) -> None:
+    kernels, tp = select_backend(CPU), TensorParallel.single()
+    model = tmp_path / "model"
+    shutil.copytree(find_checkpoint(DEMO_MODEL, None), model)
+    config = ModelConfig(model=str(model))
+
+    def key(tp: TensorParallel = tp, **changes: str) -> str:
+        return weight_key.weight_key(replace(config, **changes), kernels, tp)
+
+    first = key()
+    assert key(max_model_len=7) == first  # type: ignore[arg-type]
+    others = {key(dtype="float32"), key(quantization="int8"), key(model_backend="transformers")}
+    others.add(key(TensorParallel(1, 2, None)))
+    weights = model / "model.safetensors"
+    stat = weights.stat()
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # who hides the change of the content's time
+    others.add(key())
+    (model / "more.safetensors").write_bytes(b"")
+    others.add(key())
+    assert first not in others
+    assert len(others) == 6
