@@ -7,17 +7,17 @@ tokens from the start on. Keys that collide cost speed, and give nobody the bloc
 
 from __future__ import annotations
 
-import hashlib
-import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from novainfer.protocol.step import IndexedBlock
 
 
 def root_key(*salts: str) -> bytes:
     """Start of the chains of one salt (tenant, client's salt): 32 bytes."""
-    digest = hashlib.sha256(b"novainfer")
+    digest = sha256(b"novainfer")
     for salt in salts:
         data = salt.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
@@ -26,7 +26,7 @@ def root_key(*salts: str) -> bytes:
 
 def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Key of the block that holds `token_ids` after the prefix `parent`: 32 bytes."""
-    return hashlib.sha256(parent + struct.pack(f"={len(token_ids)}q", *token_ids)).digest()
+    return sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -66,18 +66,21 @@ class PrefixIndex:
         key: `chain_key` of the parent's key and the token ids. What else had that key is forgotten. A block that is
         known for other content stays so.
         """
-        known = self.find(key, parent, token_ids)
+        known = self._by_key.get(key)
         if known is not None:
-            return known
-        if key in self._by_key:
-            self.evict(self._by_key[key].block)
+            if self.find(key, parent, token_ids) is known:
+                return known
+            self.evict(known.block)
         entry = Entry(block, key, parent, tuple(token_ids))
         if block in self._by_block:
             return entry
-        self._changes.pop(block, None)  # to the end, in the order of entry
-        parent_key = parent.key if isinstance(parent, Entry) else parent
-        self._changes[block] = IndexedBlock(block, parent_key, list(token_ids))
-        return self._enter(entry)
+        changes = self._changes
+        if block in changes:
+            del changes[block]  # to the end, in the order of entry
+        parent_key = parent if type(parent) is bytes else parent.key  # type: ignore[union-attr]
+        changes[block] = IndexedBlock(block, parent_key, list(token_ids))
+        self._by_key[key] = self._by_block[block] = entry
+        return entry
 
     def restore(self, held: IndexedBlock) -> bytes | None:
         """Remember a block that the workers told of; its key, or None where it cannot be remembered."""

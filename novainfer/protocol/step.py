@@ -38,17 +38,21 @@ class NewRow:
     stop_token_ids: list[int] = field(default_factory=list)  # not sampled before min_tokens outputs
 
 
-@dataclass(frozen=True, slots=True)
+# There is one of the next two for each full block of each sequence: frozen ones would be three times as dear to make.
+@dataclass(slots=True)
 class NewBlocks:
-    """Block ids appended to a row's block table."""
+    """Block ids appended to a row's block table. Never changed."""
 
     row: int
     block_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class IndexedBlock:
-    """A full KV block that the prefix index may hand out: `token_ids` after the prefix with the chain key `parent`."""
+    """A full KV block that the prefix index may hand out: `token_ids` after the prefix with the chain key `parent`.
+
+    Never changed.
+    """
 
     block: int
     parent: bytes
