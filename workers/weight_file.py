@@ -153,7 +153,7 @@ class _Writer:
     def begin(cls, path: Path, tensors: Sequence[Tensor], limit: int) -> _Writer | None:
         """None where there is too little to write, no room for it, or somebody else who does."""
         size = sum(tensor.nbytes for tensor in tensors)
-        if size < _LEAST_BYTES:
+        if size < _LEAST_BYTES or path.exists():  # another replica has been at it
             return None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

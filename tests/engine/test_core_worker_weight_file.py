@@ -166,6 +166,18 @@ def test_tensor_given_its_file_was_removed_when_read_then_it_is_still_there(fold
     assert int(tensor.sum()) == 5 * MIB
 
 
+def test_file_given_another_process_wrote_it_meanwhile_when_it_is_to_be_written_then_it_stays(folder: Path) -> None:
+    first, second = WeightFile(folder, "a", MIB), WeightFile(folder, "a", MIB)
+    for file in (first, second):
+        file.add(torch.ones(64, dtype=torch.uint8))
+        assert file.next((64,), torch.uint8) is None
+    write_all(first)
+    number = (folder / "a.weights").stat().st_ino
+    write_all(second)
+    assert (folder / "a.weights").stat().st_ino == number
+    assert names(folder) == {"a.weights"}
+
+
 def test_folder_given_a_limit_when_more_is_kept_then_what_was_not_used_for_longest_goes(folder: Path) -> None:
     for number, key in enumerate("abc"):
         kept(folder, key, 2 * MIB)

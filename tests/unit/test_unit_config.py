@@ -27,6 +27,9 @@ pytestmark = pytest.mark.unit
         ("spare_workers", 2, "--spare-workers must be 0 or 1, not 2"),
         ("spare_workers", -1, "--spare-workers must be 0 or 1, not -1"),
         ("start_timeout", 0.0, "--start-timeout must be above 0"),
+        ("weight_cache_gib", -1.0, "--weight-cache-gib can be neither negative nor infinite"),
+        ("weight_cache_gib", float("inf"), "--weight-cache-gib can be neither negative nor infinite"),
+        ("weight_cache_gib", float("nan"), "--weight-cache-gib can be neither negative nor infinite"),
     ],
 )
 def test_a_value_that_cannot_work_when_checked_then_the_error_names_its_flag(
