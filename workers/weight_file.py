@@ -185,8 +185,10 @@ class _Writer:
 
     def drop(self) -> None:
         """Give it up."""
-        with self._file, suppress(OSError):
+        with suppress(OSError):
             os.unlink(self._file.name)
+        with suppress(OSError):  # it writes what it still holds, and fails once more
+            self._file.close()
 
     def _finish(self) -> None:
         try:
@@ -229,7 +231,7 @@ def _read_index(file: BinaryIO) -> tuple[list[list[object]], int, int]:
         raise ValueError("it is not complete")
     file.seek(size - tail - length)
     index = json.loads(file.read(length))
-    if index["data_bytes"] != size - tail - length:
+    if index["data_bytes"] != size - tail - length or index["data_bytes"] % ALIGNMENT:
         raise ValueError("its size is wrong")
     return index["tensors"], index["checksum"], index["data_bytes"]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import transformers
 
 from kernels.backend import KernelBackend
 from kernels.native.build import build_key
@@ -18,7 +19,7 @@ from workers.tensor_parallel import TensorParallel
 _ROOT = Path(__file__).parent.parent
 # Who decides which tensors there are, in which order, and what is in them.
 _SOURCES = ("workers/models", "workers/layers", "workers/quantized", "workers/weights.py", "kernels/linear", "kernels")
-_CHECKPOINT_FILES = ("*.safetensors", "*.json")
+_CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.py")  # the last with --trust-remote-code
 _KEY_BYTES = 16
 
 
@@ -28,7 +29,8 @@ def weight_key(config: ModelConfig, kernels: KernelBackend, tp: TensorParallel) 
     digest = hashlib.blake2b(digest_size=_KEY_BYTES)
     for part in (
         f"{config.dtype} {config.quantization} {config.model_backend}",
-        f"{tp.rank} of {tp.world_size}, {kernels.name} {kernels.isa} {build_key()}, torch {torch.__version__}",
+        f"{tp.rank} of {tp.world_size}, {kernels.name} {kernels.isa} {build_key()}",
+        f"torch {torch.__version__}, transformers {transformers.__version__}",
         *_identities(folder),
     ):
         digest.update(part.encode() + b"\0")

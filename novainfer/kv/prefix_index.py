@@ -74,13 +74,10 @@ class PrefixIndex:
         entry = Entry(block, key, parent, tuple(token_ids))
         if block in self._by_block:
             return entry
-        changes = self._changes
-        if block in changes:
-            del changes[block]  # to the end, in the order of entry
-        parent_key = parent if type(parent) is bytes else parent.key  # type: ignore[union-attr]
-        changes[block] = IndexedBlock(block, parent_key, list(token_ids))
-        self._by_key[key] = self._by_block[block] = entry
-        return entry
+        self._changes.pop(block, None)  # to the end, in the order of entry
+        parent_key = parent.key if isinstance(parent, Entry) else parent
+        self._changes[block] = IndexedBlock(block, parent_key, list(token_ids))
+        return self._enter(entry)
 
     def restore(self, held: IndexedBlock) -> bytes | None:
         """Remember a block that the workers told of; its key, or None where it cannot be remembered."""

@@ -1,4 +1,4 @@
-"""The closed schema on every socket: frozen records <-> msgpack arrays. No pickle, no ext types, no maps of names.
+"""The closed schema on every socket: records <-> msgpack arrays. No pickle, no ext types, no maps of names.
 
 A record is `[tag, field, field, ...]`, positional. Fields are only ever appended, each with a default, so an
 older peer's shorter array still decodes; an unknown tag, an extra field or a value of the wrong type is a

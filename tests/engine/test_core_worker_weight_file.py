@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import shutil
 import threading
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from kernels.backend import select_backend
 from kernels.native.library import load_library
@@ -217,6 +219,21 @@ def test_file_given_a_disk_that_fails_when_written_then_nothing_is_left_of_it(
     assert "No space left" in caplog.text
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("room", [10 * MIB - 1, 16 * MIB])  # the second piece does not fit, or the index alone
+def test_file_given_a_disk_that_gets_full_when_written_then_the_worker_goes_on_and_nothing_is_left(
+    folder: Path, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # writing beyond fails, as on a full disk
+    try:
+        kept(folder, "a", 16 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not names(folder)
+    assert "not kept" in caplog.text
+
+
 def test_file_given_a_folder_that_cannot_be_made_when_written_then_it_is_said(
     tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,7 +250,9 @@ def test_file_given_a_disk_with_little_room_when_written_then_it_is_not(
     assert not names(folder)
 
 
-def test_key_given_another_checkpoint_rank_or_type_when_taken_then_it_is_another_one(tmp_path: Path) -> None:
+def test_key_given_another_checkpoint_rank_or_type_when_taken_then_it_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels, tp = select_backend(CPU), TensorParallel.single()
     model = tmp_path / "model"
     shutil.copytree(find_checkpoint(DEMO_MODEL, None), model)
@@ -255,5 +274,9 @@ def test_key_given_another_checkpoint_rank_or_type_when_taken_then_it_is_another
     others.add(key())
     (model / "more.safetensors").write_bytes(b"")
     others.add(key())
+    (model / "modeling_own.py").write_bytes(b"")
+    others.add(key())
+    monkeypatch.setattr(transformers, "__version__", "0.0")
+    others.add(key())
     assert first not in others
-    assert len(others) == 6
+    assert len(others) == 8
