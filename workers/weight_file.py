@@ -157,17 +157,18 @@ class _Writer:
             return None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not _make_room(path.parent, size, limit):
-                return None
+            _remove_dead(path.parent)
             file = open(path.with_suffix(_UNFINISHED), "ab")  # noqa: SIM115 (open until all is written)
-            if not _lock(file) or not os.path.samefile(file.fileno(), file.name):
+            if not _lock(file) or not _is_at(file):
                 file.close()
                 return None
             file.truncate(0)
+            if not path.exists() and _make_room(path.parent, size, limit):
+                return cls(path, file, tensors)
+            _drop(file)
         except OSError as error:
             _log.warning("packed weights are not kept: %s", error)
-            return None
-        return cls(path, file, tensors)
+        return None
 
     def write_next(self) -> bool:
         """The next piece; False: that was the last one, and a thread waits for the disk. Raises OSError."""
@@ -185,10 +186,7 @@ class _Writer:
 
     def drop(self) -> None:
         """Give it up."""
-        with suppress(OSError):
-            os.unlink(self._file.name)
-        with suppress(OSError):  # it writes what it still holds, and fails once more
-            self._file.close()
+        _drop(self._file)
 
     def _finish(self) -> None:
         try:
@@ -241,26 +239,50 @@ def _sum_of(data: Tensor) -> Tensor:
     return data.view(torch.int64).sum()
 
 
-def _make_room(folder: Path, size: int, limit: int) -> bool:
-    """Remove what was not used for longest until another file of `size` fits; False if it cannot."""
-    for part in folder.glob(f"*{_UNFINISHED}"):  # of processes that died
+def _drop(file: BinaryIO) -> None:
+    with suppress(OSError):
+        os.unlink(file.name)
+    with suppress(OSError):  # it writes what it still holds, and fails once more
+        file.close()
+
+
+def _remove_dead(folder: Path) -> None:
+    """Files of writers that died."""
+    for part in folder.glob(f"*{_UNFINISHED}"):
         with suppress(OSError), open(part, "ab") as file:
             if _lock(file):
                 part.unlink()
+
+
+def _make_room(folder: Path, size: int, limit: int) -> bool:
+    """Remove what was not used for longest until another file of `size` fits; False if it cannot: then all of it stays.
+
+    Raises OSError.
+    """
     if size > limit:
         _log.info("packed weights of %.1f GB are not kept: --weight-cache-gib is less", size / 1e9)
         return False
     files = sorted(((path.stat(), path) for path in folder.glob(f"*{_SUFFIX}")), key=lambda entry: entry[0].st_mtime)
-    total = sum(stat.st_size for stat, _ in files)
+    total, freed, old = sum(stat.st_size for stat, _ in files), 0, []
     for stat, path in files:
-        if total + size <= limit:
+        if total - freed + size <= limit:
             break
-        path.unlink(missing_ok=True)  # who has mapped it keeps it
-        total -= stat.st_size
-    if size * _MOST_OF_FREE > shutil.disk_usage(folder).free:
+        freed += stat.st_size
+        old.append(path)
+    if size * _MOST_OF_FREE > shutil.disk_usage(folder).free + freed:
         _log.info("packed weights of %.1f GB are not kept: the disk has too little room", size / 1e9)
         return False
+    for path in old:
+        path.unlink(missing_ok=True)  # who has mapped it keeps it
     return True
+
+
+def _is_at(file: IO[bytes]) -> bool:
+    """Whether it still has the name that it was opened by."""
+    try:
+        return os.path.samefile(file.fileno(), file.name)
+    except OSError:
+        return False
 
 
 def _lock(file: IO[bytes]) -> bool:

@@ -9,6 +9,8 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
 import pytest
 import torch
@@ -247,6 +249,51 @@ def test_file_given_a_disk_with_little_room_when_written_then_it_is_not(
     monkeypatch.setattr(weight_file, "_MOST_OF_FREE", 1 << 40)
     kept(folder, "a", MIB)
     assert not names(folder)
+
+
+def test_folder_given_a_file_that_is_not_written_after_all_when_it_would_take_anothers_place_then_that_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(folder, "old", 2 * MIB)
+    with open(folder / "new.part", "wb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        kept(folder, "new", 2 * MIB, limit=3 * MIB)  # another process does that already
+        assert names(folder) == {"old.weights", "new.part"}
+    monkeypatch.setattr(weight_file, "_MOST_OF_FREE", 1 << 40)
+    kept(folder, "new", 2 * MIB, limit=3 * MIB)  # the disk has too little room
+    assert names(folder) == {"old.weights"}
+
+
+def test_folder_given_a_full_disk_when_a_file_takes_anothers_place_then_the_others_bytes_count_as_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(folder, "old", 16 * MIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    kept(folder, "new", 5 * MIB, limit=20 * MIB)
+    assert names(folder) == {"old.weights"}
+    kept(folder, "new", 4 * MIB, limit=19 * MIB)
+    assert names(folder) == {"new.weights"}
+
+
+def test_file_given_another_process_that_finishes_it_while_its_lock_is_waited_for_when_written_then_it_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = 0
+
+    def lock_late(file: IO[bytes]) -> bool:
+        nonlocal number
+        monkeypatch.setattr(weight_file, "_lock", lock)
+        (folder / "a.weights").write_bytes(b"of the other")
+        number = (folder / "a.weights").stat().st_ino
+        return lock(file)
+
+    lock = weight_file._lock
+    file = WeightFile(folder, "a", 64 * MIB)
+    file.add(torch.ones(64, dtype=torch.uint8))
+    monkeypatch.setattr(weight_file, "_lock", lock_late)
+    write_all(file)
+    assert (folder / "a.weights").stat().st_ino == number
+    assert names(folder) == {"a.weights"}
 
 
 def test_key_given_another_checkpoint_rank_or_type_when_taken_then_it_is_another_one(
