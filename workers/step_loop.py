@@ -33,6 +33,7 @@ from novainfer.transport.channel import connect_dealer, connect_push
 from workers.fingerprint import StrangeRankError, check_fingerprint
 from workers.launch import RankLaunch, RankPlace
 from workers.pulse import Pulse
+from workers.weight_file import BesideSteps
 from workers.worker import Pending, Worker
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class StepLoop:
         info = replace(worker.info, epoch=place.epoch)
         self._session = RankSession(self, self._send, rank=place.rank, world_size=place.world_size, info=info)
         self._pending: deque[Pending] = deque()  # launched, not finished; rank 0 only
+        self._beside_steps = BesideSteps(worker.write_weights, place.world_size)
 
     def run(self) -> None:
         """Until Shutdown. Raises `EngineError` for a plan out of order, and whatever a step raises."""
@@ -103,6 +105,7 @@ class StepLoop:
             if self._pending and not self._may_launch_more():
                 self._finish_oldest()
                 continue
+            self._beside_steps.turn()  # here rank 0 has sent its result: the scheduler plans meanwhile
             if not self._socket.poll(HELLO_INTERVAL_MS):
                 self._session.say_hello()
                 self._use_idle_time()

@@ -2,8 +2,8 @@
 
 It costs a start nothing but the look at it: no packing, and no memory that was not there, since its pages stay with the
 system. Processes on one host share them. The key of a file says all that its bytes depend on, our own code included;
-its checksum is compared before anything is computed with it. It is written while the process idles, and what went
-wrong with it costs nothing but the next start's time.
+its checksum is compared before anything is computed with it. It is written while the process idles, or beside its steps
+where it never does, and what went wrong with it costs nothing but the next start's time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -35,6 +36,8 @@ _MAGIC = b"novapack"
 _LENGTH_BYTES = 8
 _PIECE_BYTES = 8 << 20  # written at a time: whole huge pages, so that they are mapped as such
 _LEAST_BYTES = 64 << 20  # what is smaller is packed sooner than looked for
+_BUSY_SECONDS = 30.0  # so long a process that never idles puts off its file
+_SHARE_OF_TIME = 200  # of which writing beside steps may then take one part
 _MOST_OF_FREE = 4  # a file may take one part in so many of what is free on its disk
 _SUFFIX, _UNFINISHED = ".weights", ".part"
 
@@ -89,6 +92,31 @@ class WeightFile:
             self._writer.drop()
         self._writer = None
         return False
+
+
+class BesideSteps:
+    """Has a file written where steps follow each other without a pause, so rarely that they do not show it."""
+
+    def __init__(
+        self, write_next: Callable[[], bool], num_ranks: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """write_next: as `WeightFile.write_next`.
+
+        num_ranks: who wait for each other, and so for each one's writing.   clock: seconds.
+        """
+        self._write_next = write_next
+        self._pause = _SHARE_OF_TIME * num_ranks  # times what the last piece took
+        self._clock = clock
+        self._due = clock() + _BUSY_SECONDS
+
+    def turn(self) -> None:
+        """Between two steps, whenever there is a moment: a piece, if it is time for one."""
+        began = self._clock()
+        if began < self._due:
+            return
+        is_going_on = self._write_next()
+        ended = self._clock()
+        self._due = ended + (ended - began) * self._pause if is_going_on else math.inf
 
 
 class _Mapped:

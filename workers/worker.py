@@ -164,7 +164,11 @@ class Worker:
 
     def use_idle_time(self) -> bool:
         """Get something ready that is wanted later; see `Runner`. False: there is nothing."""
-        return self.runner.use_idle_time() or (self.weight_file is not None and self.weight_file.write_next())
+        return self.runner.use_idle_time() or self.write_weights()
+
+    def write_weights(self) -> bool:
+        """A piece of the file that the next start maps; see `WeightFile.write_next`. False: there is nothing to do."""
+        return self.weight_file is not None and self.weight_file.write_next()
 
 
 def _load_model(

@@ -19,12 +19,14 @@ from kernels.backend import select_backend
 from kernels.native.library import load_library
 from novainfer.config import DEMO_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.errors import EngineError
+from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, StepResult
 from workers import weight_file, weight_key
 from workers import worker as worker_module
 from workers.checkpoint import find_checkpoint
 from workers.launch import RankPlace
+from workers.step_loop import StepLoop
 from workers.tensor_parallel import TensorParallel
-from workers.weight_file import WeightFile
+from workers.weight_file import BesideSteps, WeightFile
 from workers.worker import Worker
 
 pytestmark = pytest.mark.stage1
@@ -56,6 +58,11 @@ def write_all(kept: WeightFile) -> None:
     """As an idle worker does, to the end."""
     while kept.write_next():
         pass
+    join_writers()
+
+
+def join_writers() -> None:
+    """Wait until the disk has what was written."""
     for thread in threading.enumerate():
         if thread.name == "packed weights":
             thread.join()
@@ -101,6 +108,57 @@ def test_worker_given_weights_that_another_one_packed_when_built_then_maps_them_
     assert second.fingerprint == first.fingerprint
     assert not second.use_idle_time()
     assert names(folder) == {path.name}
+
+
+class BusySocket:
+    """A scheduler that has the next plan ready before it is asked for."""
+
+    def __init__(self, num_plans: int) -> None:
+        plans = [StepPlan(epoch=1, step=i, rows=[], num_new_tokens=[], is_first=i == 0) for i in range(num_plans)]
+        self._messages: list[object] = [*plans, Shutdown(epoch=2)]
+        self.sent: list[object] = []
+
+    def poll(self, timeout: int) -> int:
+        return 1
+
+    def recv(self) -> bytes:
+        return WORKER_SCHEMA.encode(self._messages.pop(0))
+
+    def send(self, data: bytes, flags: int) -> None:
+        self.sent.append(WORKER_SCHEMA.decode(data))
+
+
+def test_worker_that_never_idles_when_it_has_run_for_a_while_then_it_writes_its_weights_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_file, "_SHARE_OF_TIME", 0)
+    monkeypatch.setattr(weight_file, "_PIECE_BYTES", 64 << 10)
+    place = RankPlace(rank=0, world_size=1, epoch=1, meeting_point="")
+    for seconds, is_written in ((1e9, False), (0.0, True)):
+        monkeypatch.setattr(weight_file, "_BUSY_SECONDS", seconds)
+        worker, socket = build(), BusySocket(num_plans=200)
+        StepLoop(worker, place, socket, SimpleNamespace()).run()  # type: ignore[arg-type]
+        assert len([message for message in socket.sent if isinstance(message, StepResult)]) == 200
+        join_writers()
+        assert bool(names(folder)) == is_written
+    assert build().weight_file.mapped_bytes  # type: ignore[union-attr]
+
+
+def test_writing_beside_steps_given_what_each_piece_takes_when_it_goes_on_then_it_has_its_share_of_the_time() -> None:
+    now = 1000.0
+    written: list[float] = []
+
+    def write_next() -> bool:
+        nonlocal now
+        written.append(now)
+        now += 0.5
+        return len(written) < 3
+
+    beside = BesideSteps(write_next, num_ranks=2, clock=lambda: now)
+    for moment in (1029.0, 1030.0, 1031.0, 1230.0, 1231.0, 1431.0, 1432.0, 1e6):
+        now = max(now, moment)
+        beside.turn()
+    assert written == [1030.0, 1231.0, 1432.0]
 
 
 def test_worker_given_no_disk_for_weights_when_built_then_none_is_used(folder: Path) -> None:
