@@ -11,12 +11,14 @@ import os
 import socket
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 from novainfer.errors import EngineError
 from novainfer.transport.zygote import ZygoteProcess
 from workers.launch import RankLaunch
 from workers.rank_zygote import HERE, Order
 from workers.ray_instance import session_dir
+from workers.weight_ahead import read_ahead
 
 MAX_CALLS = 4  # at a time: a rank's life, and what is asked of a spare meanwhile
 _TOO_LATE = "another one has been started, or it was ended before it began"
@@ -44,6 +46,7 @@ class RankHost:
             if launch.place.epoch <= self._epoch:
                 return _TOO_LATE
             self._epoch = launch.place.epoch
+            _read_ahead(launch)
             rank = self._start(self._slot, launch, is_spare=False)
         return rank.wait_end()
 
@@ -121,6 +124,13 @@ class RankProcess:
         with self._talk:
             lines = [line.rstrip("\n") for line in self._talk]
         return next((line for line in lines if line != HERE), _ZYGOTE_DIED)
+
+
+def _read_ahead(launch: RankLaunch) -> None:
+    """On the supervisor's host it has seen to that itself. What a hub id is called here, the rank alone finds out."""
+    folder = Path(launch.config.model.model).expanduser()
+    if launch.config.parallel.cluster_host is not None and folder.is_dir():
+        read_ahead(folder, launch.config, (launch.place.rank,))
 
 
 def _zygote() -> ZygoteProcess:

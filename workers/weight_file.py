@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kernels.weights import ALIGNMENT
 from novainfer.errors import EngineError
+from workers.weight_ahead import SUFFIX
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ _LEAST_BYTES = 64 << 20  # what is smaller is packed sooner than looked for
 _BUSY_SECONDS = 30.0  # so long a process that never idles puts off its file
 _SHARE_OF_TIME = 200  # of which writing beside steps may then take one part
 _MOST_OF_FREE = 4  # a file may take one part in so many of what is free on its disk
-_SUFFIX, _UNFINISHED = ".weights", ".part"
+_UNFINISHED = ".part"
 
 
 class WeightFile:
@@ -47,7 +48,7 @@ class WeightFile:
 
     def __init__(self, folder: Path, key: str, limit: int) -> None:
         """limit: bytes that all files of the folder may take together."""
-        self._path = folder / f"{key}{_SUFFIX}"
+        self._path = folder / f"{key}{SUFFIX}"
         self._limit = limit
         self._added: list[Tensor] = []
         self._num_taken = 0
@@ -290,7 +291,7 @@ def _make_room(folder: Path, size: int, limit: int) -> bool:
     if size > limit:
         _log.info("packed weights of %.1f GB are not kept: --weight-cache-gib is less", size / 1e9)
         return False
-    files = sorted(((path.stat(), path) for path in folder.glob(f"*{_SUFFIX}")), key=lambda entry: entry[0].st_mtime)
+    files = sorted(((path.stat(), path) for path in folder.glob(f"*{SUFFIX}")), key=lambda entry: entry[0].st_mtime)
     total, freed, old = sum(stat.st_size for stat, _ in files), 0, []
     for stat, path in files:
         if total - freed + size <= limit:

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 
 from kernels.backend import KernelBackend, select_backend
-from kernels.native.build import cache_dir
 from novainfer.config import (
     GIB,
     MIB,
@@ -54,6 +53,7 @@ from workers.null_runner import null_runner
 from workers.request_states import RequestStates, RowLimits
 from workers.step_tokens import step_tokens
 from workers.tensor_parallel import TensorParallel
+from workers.weight_ahead import weight_folder
 from workers.weight_file import WeightFile
 from workers.weight_key import weight_key
 from workers.weights import find_bad_tensor
@@ -178,7 +178,7 @@ def _load_model(
     memory, kept = kernels.weight_memory, None
     if memory is not None and config.weight_cache_gib:
         limit = int(config.weight_cache_gib * GIB)
-        kept = WeightFile(cache_dir() / "weights", weight_key(config, kernels, tp), limit)
+        kept = WeightFile(weight_folder(), weight_key(config, kernels, tp), limit)
     with nullcontext() if memory is None else memory.keeping(kept):
         model = load_model(
             config,

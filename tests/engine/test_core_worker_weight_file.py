@@ -20,8 +20,7 @@ from kernels.native.library import load_library
 from novainfer.config import DEMO_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.errors import EngineError
 from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, StepResult
-from workers import weight_file, weight_key
-from workers import worker as worker_module
+from workers import weight_ahead, weight_file, weight_key
 from workers.checkpoint import find_checkpoint
 from workers.launch import RankPlace
 from workers.step_loop import StepLoop
@@ -39,7 +38,7 @@ MIB = 1 << 20
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where files are kept, however small."""
     monkeypatch.setattr(weight_file, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(worker_module, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(weight_ahead, "cache_dir", lambda: tmp_path)
     return tmp_path / "weights"
 
 
