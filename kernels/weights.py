@@ -18,6 +18,7 @@ from kernels.memory import huge_pages
 
 _CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64  # bytes: a cache line
+ANY = -1  # in a kept tensor's shape: however many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class KeptWeights(Protocol):
     """Tensors in the order in which they are asked for, which is the same in every process."""
 
     def next(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """The next one, never to be written to; None if it is not kept."""
+        """The next one, never to be written to; None if it is not kept. The shape may be (ANY,)."""
 
     def add(self, tensor: Tensor) -> None:
         """What `next` did not have; from now on it stays as it is."""
@@ -71,10 +72,22 @@ class WeightMemory:
 
     def filled(self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], object]) -> Tensor:
         """What `fill` makes of `zeros`, now, or earlier where it was kept."""
+
+        def make() -> Tensor:
+            tensor = self.zeros(shape, dtype)
+            fill(tensor)
+            return tensor
+
+        return self._kept_or(shape, dtype, make)
+
+    def bytes_of(self, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes of `zeros` [any number] of bytes, now, or earlier where it was kept."""
+        return self._kept_or((ANY,), torch.uint8, make)
+
+    def _kept_or(self, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
         if self._kept is not None and (kept := self._kept.next(shape, dtype)) is not None:
             return kept
-        tensor = self.zeros(shape, dtype)
-        fill(tensor)
+        tensor = make()
         if self._kept is not None:
             self._kept.add(tensor)
         return tensor

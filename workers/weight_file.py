@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.weights import ALIGNMENT
+from kernels.weights import ALIGNMENT, ANY
 from novainfer.errors import EngineError
 from workers.weight_ahead import SUFFIX
 
@@ -153,10 +153,15 @@ class _Mapped:
 
     def tensor(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """The tensor of that number; None if it is another one."""
-        if number >= len(self._entries) or self._entries[number][:2] != [list(shape), str(dtype)]:
+        if number >= len(self._entries):
             return None
-        start = self._entries[number][2]
+        kept, kept_dtype, start = self._entries[number]
+        assert isinstance(kept, list)
         assert isinstance(start, int)
+        if shape == (ANY,) and len(kept) == 1:
+            shape = (kept[0],)
+        if [list(shape), str(dtype)] != [kept, kept_dtype]:
+            return None
         return self._bytes(start, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def _bytes(self, start: int, size: int) -> Tensor:

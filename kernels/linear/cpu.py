@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from kernels.checks import check_dtype, check_linear
 from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contiguous, panel_shape
-from kernels.weights import Deferred, made
+from kernels.weights import ALIGNMENT, Deferred, made
 
+_HEAD = ALIGNMENT  # bytes before a packed weight: whether it is coded
 _ROUNDED = 3  # float32 that holds what the weight's dtype would; see native/linear.h
 
 
@@ -25,6 +27,7 @@ class LinearArguments(ctypes.Structure):
         ("k", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
         ("out_dtype", ctypes.c_int64),
+        ("is_coded", ctypes.c_int64),
     ]
 
 
@@ -41,13 +44,16 @@ class NativeLinear:
         dtype: torch.dtype,
         packed: Tensor,
         bias: Tensor | None,
+        *,
+        head: int = 0,
     ) -> None:
-        """function: the kernel; packed: the memory for what it reads in place of a weight [N, K] = shape in dtype."""
+        """function: the kernel; packed: what it reads, behind `head` bytes, in place of a weight [N, K] = shape."""
         self.out_features, self.in_features = shape
         self.dtype = dtype
-        self.weight_nbytes = packed.nbytes
+        self.weight_nbytes = packed.nbytes - head
         self._function = function
         self._packed = packed
+        self._head = head
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
         self._structs: dict[int, ctypes.Structure] = {}  # by the output's number
         self._addresses: dict[int, int] = {}
@@ -55,7 +61,7 @@ class NativeLinear:
     def _pass(self, make: Callable[[LinearArguments], ctypes.Structure]) -> None:
         """Keep the kernel's arguments, made of a layer's, for every type of result."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
-        numbers = (self._packed.data_ptr(), bias, self.out_features, self.in_features, DTYPES[self.dtype])
+        numbers = (self._packed.data_ptr() + self._head, bias, self.out_features, self.in_features, DTYPES[self.dtype])
         for code in (DTYPES[self.dtype], DTYPES[torch.float32], _ROUNDED):
             self._structs[code] = make(LinearArguments(*numbers, code))
             self._addresses[code] = ctypes.addressof(self._structs[code])
@@ -90,21 +96,36 @@ class NativeLinear:
 
 
 class PackedLinear(NativeLinear):
-    """The weight as it is."""
+    """The weight as it is, bit by bit; where it is bf16, in twelve bits if the instruction set has a way for that.
+
+    See native/coded.h: what few rows wait for is the memory that weights come from.
+    """
 
     def __init__(self, library: NativeLibrary, weight: Tensor | Deferred, bias: Tensor | None = None) -> None:
         """weight [N, K] in bf16, fp16 or fp32 (a view of a larger one will do), bias [N] in any of them."""
         check_linear(weight, bias)
         check_dtype("weight", weight, *DTYPES)
         n, k = weight.shape
-
-        def pack(out: Tensor) -> None:
-            rows = last_dim_contiguous(made(weight).detach())
-            code, threads = DTYPES[rows.dtype], torch.get_num_threads()
-            library.pack_linear(rows.data_ptr(), out.data_ptr(), n, k, rows.stride(0), code, threads)
-
         # An even number of panels: some instruction sets lay two side by side.
-        panels = (-(-n // (2 * LANES)) * 2, *panel_shape(k, LANES, weight.dtype))
-        packed = library.weight_memory.filled(panels, weight.dtype, pack)
-        super().__init__(library.linear, (n, k), weight.dtype, packed, bias)
-        self._pass(lambda layer: layer)
+        plain_bytes = (
+            math.prod((-(-n // (2 * LANES)) * 2, *panel_shape(k, LANES, weight.dtype))) * weight.dtype.itemsize
+        )
+
+        def pack() -> Tensor:
+            rows = last_dim_contiguous(made(weight).detach())
+            shape = (n, k, rows.stride(0), DTYPES[rows.dtype], torch.get_num_threads())
+            coded_bytes = library.code_linear(rows.data_ptr(), None, *shape)
+            packed = library.weight_memory.zeros((_HEAD + (coded_bytes or plain_bytes),), torch.uint8)
+            packed[0] = coded_bytes > 0
+            function = library.code_linear if coded_bytes else library.pack_linear
+            function(rows.data_ptr(), packed.data_ptr() + _HEAD, *shape)
+            return packed
+
+        packed = library.weight_memory.bytes_of(pack)
+        super().__init__(library.linear, (n, k), weight.dtype, packed, bias, head=_HEAD)
+        self.is_coded = bool(packed[0])
+        self._pass(self._with_coding)
+
+    def _with_coding(self, layer: LinearArguments) -> LinearArguments:
+        layer.is_coded = self.is_coded
+        return layer

@@ -34,6 +34,11 @@ EXPORT(pack_linear)(const void* weight, void* packed, int64_t n, int64_t k, int6
     return 0;
 }
 
+// Returns how many bytes there are, or 0; see coded.h.
+EXPORT(code_linear)(const void* weight, void* out, int64_t n, int64_t k, int64_t row_stride, int64_t dtype, int64_t threads) {
+    BY_DTYPE(dtype, return code_linear((const T*)weight, out, n, k, row_stride, threads));
+}
+
 EXPORT(linear)(const LinearArguments* args, const void* x, int64_t x_stride, void* y, int64_t m, int64_t threads) {
     BY_DTYPE(args->dtype, linear(*args, (const T*)x, x_stride, y, m, threads));
     return 0;

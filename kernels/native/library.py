@@ -24,6 +24,7 @@ LANES = 16  # columns of a packed panel
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack_linear": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
+    "code_linear": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
     "quantize": (_POINTER, _POINTER, _INTEGER, _INTEGER),
     "pack_integers": (_POINTER, _POINTER, _POINTER, _INTEGER),
@@ -51,6 +52,7 @@ class NativeLibrary:
         self.weight_memory = WeightMemory()
         self._library = ctypes.CDLL(str(path or library_path(isa)))
         self.pack_linear = self._function("pack_linear")
+        self.code_linear = self._function("code_linear")
         self.linear = self._function("linear")
         self.quantize = self._function("quantize")
         self.pack_integers = self._function("pack_integers")

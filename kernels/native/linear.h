@@ -10,6 +10,7 @@ struct LinearArguments {
     const float* bias;   // [n] or null
     int64_t n, k;
     int64_t dtype, out_dtype;  // of x and packed; of y, or kRounded
+    int64_t is_coded;          // packed is what `code_linear` wrote
 };
 
 namespace {

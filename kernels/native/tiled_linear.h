@@ -3,7 +3,7 @@
 // A layer goes this way or that of linear.h by its own shape alone, never by the number of rows.
 #pragma once
 
-#include "linear.h"
+#include "coded.h"
 #include "tiles.h"
 
 namespace {
@@ -358,6 +358,7 @@ INLINE bool tiled_linear(const LinearArguments& args, const Bf16* x, long x_stri
 // y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
 template <class T>
 void linear(const LinearArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
+    if (args.is_coded) return coded_linear(args, x, x_stride, y, m, threads);
     if (!tiled_linear(args, x, x_stride, y, m, threads)) vector_linear(args, x, x_stride, y, m, threads);
 }
 
