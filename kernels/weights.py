@@ -18,7 +18,6 @@ from kernels.memory import huge_pages
 
 _CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64  # bytes: a cache line
-ANY = -1  # in a kept tensor's shape: however many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +34,22 @@ def made(tensor: Tensor | Deferred) -> Tensor:
     return tensor.make() if isinstance(tensor, Deferred) else tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a kept tensor must be: another one in its place is never taken for it."""
+
+    shape: tuple[int, ...] | None  # None: bytes, as many as there are
+    dtype: torch.dtype
+    content: str = ""  # where the shape does not tell
+
+
 class KeptWeights(Protocol):
     """Tensors in the order in which they are asked for, which is the same in every process."""
 
-    def next(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """The next one, never to be written to; None if it is not kept. The shape may be (ANY,)."""
+    def next(self, kind: Kind) -> Tensor | None:
+        """The next one, never to be written to; None if it is not kept."""
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, kind: Kind, tensor: Tensor) -> None:
         """What `next` did not have; from now on it stays as it is."""
 
 
@@ -78,23 +86,23 @@ class WeightMemory:
             fill(tensor)
             return tensor
 
-        return self._kept_or(shape, dtype, make)
+        return self._kept_or(Kind(shape, dtype), make)
 
-    def bytes_of(self, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` makes of `zeros` [any number] of bytes, now, or earlier where it was kept."""
-        return self._kept_or((ANY,), torch.uint8, make)
+    def bytes_of(self, content: str, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes of `zeros` [any number] of bytes, now, or earlier where it was kept as the same content."""
+        return self._kept_or(Kind(None, torch.uint8, content), make)
 
-    def _kept_or(self, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        if self._kept is not None and (kept := self._kept.next(shape, dtype)) is not None:
+    def _kept_or(self, kind: Kind, make: Callable[[], Tensor]) -> Tensor:
+        if self._kept is not None and (kept := self._kept.next(kind)) is not None:
             return kept
         tensor = make()
         if self._kept is not None:
-            self._kept.add(tensor)
+            self._kept.add(kind, tensor)
         return tensor
 
     @contextmanager
     def keeping(self, kept: KeptWeights | None) -> Iterator[None]:
-        """Inside, `filled` takes from there what is there, and adds the rest. One thread at a time."""
+        """Inside, `filled` and `bytes_of` take from there what is there, and add the rest. One thread at a time."""
         before, self._kept = self._kept, kept
         try:
             yield

@@ -42,11 +42,11 @@ class RankHost:
     def run(self, launch_json: str) -> str:
         """The life of a rank: how it ended, empty if it was told to. The one before it is killed."""
         launch = RankLaunch.from_json(launch_json)
+        _read_ahead(launch)
         with self._lock:
             if launch.place.epoch <= self._epoch:
                 return _TOO_LATE
             self._epoch = launch.place.epoch
-            _read_ahead(launch)
             rank = self._start(self._slot, launch, is_spare=False)
         return rank.wait_end()
 
@@ -128,7 +128,7 @@ class RankProcess:
 
 def _read_ahead(launch: RankLaunch) -> None:
     """On the supervisor's host it has seen to that itself. What a hub id is called here, the rank alone finds out."""
-    folder = Path(launch.config.model.model).expanduser()
+    folder = Path(os.path.expanduser(launch.config.model.model))
     if launch.config.parallel.cluster_host is not None and folder.is_dir():
         read_ahead(folder, launch.config, (launch.place.rank,))
 

@@ -55,7 +55,7 @@ def read_ahead(folder: Path, config: ServeConfig, ranks: Iterable[int]) -> threa
     if config.parallel.executor != "model" or config.parallel.device == "cuda" or not config.model.weight_cache_gib:
         return None
     world_size = config.parallel.tensor_parallel_size
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # the latter: there can be no more threads
         labels = [weight_label(folder, config.model, rank, world_size) for rank in ranks]
         paths = [path for label in labels if (path := _last_used(label)) is not None]
         if paths:
@@ -70,7 +70,7 @@ def _last_used(label: str) -> Path | None:
 
 
 def _read_all(paths: list[Path]) -> None:
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # the latter: it is shorter than it was a moment ago
         for path in paths:
             _read(path)
 

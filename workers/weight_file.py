@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.weights import ALIGNMENT, ANY
+from kernels.weights import ALIGNMENT, Kind
 from novainfer.errors import EngineError
 from workers.weight_ahead import SUFFIX
 
@@ -50,7 +50,7 @@ class WeightFile:
         """limit: bytes that all files of the folder may take together."""
         self._path = folder / f"{key}{SUFFIX}"
         self._limit = limit
-        self._added: list[Tensor] = []
+        self._added: list[tuple[Kind, Tensor]] = []
         self._num_taken = 0
         self._found = _Mapped.open(self._path)
         self._writer: _Writer | None = None
@@ -60,21 +60,21 @@ class WeightFile:
         """Of memory that the system counts as free, and which is not: the file's."""
         return 0 if self._found is None else self._found.size
 
-    def next(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    def next(self, kind: Kind) -> Tensor | None:
         """As `KeptWeights`. Raises `EngineError` if another one was kept: the key does not say all that it should."""
         if self._found is None:
             return None
         number = self._num_taken
-        tensor = self._found.tensor(number, shape, dtype)
+        tensor = self._found.tensor(number, kind)
         if tensor is None:
             self._path.unlink(missing_ok=True)
-            raise EngineError(f"packed weights in '{self._path}' have no tensor {number} of {list(shape)} in {dtype}")
+            raise EngineError(f"packed weights in '{self._path}' have no tensor {number} that is {kind}")
         self._num_taken += 1
         return tensor
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, kind: Kind, tensor: Tensor) -> None:
         """As `KeptWeights`."""
-        self._added.append(tensor)
+        self._added.append((kind, tensor))
 
     def write_next(self) -> bool:
         """A piece of the file, if there was none, in some hundredths of a second. False: there is nothing to do."""
@@ -151,18 +151,14 @@ class _Mapped:
             return None
         return mapped
 
-    def tensor(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    def tensor(self, number: int, kind: Kind) -> Tensor | None:
         """The tensor of that number; None if it is another one."""
-        if number >= len(self._entries):
+        if number >= len(self._entries) or self._entries[number][0] != str(kind):
             return None
-        kept, kept_dtype, start = self._entries[number]
-        assert isinstance(kept, list)
+        _, shape, start = self._entries[number]
+        assert isinstance(shape, list)
         assert isinstance(start, int)
-        if shape == (ANY,) and len(kept) == 1:
-            shape = (kept[0],)
-        if [list(shape), str(dtype)] != [kept, kept_dtype]:
-            return None
-        return self._bytes(start, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        return self._bytes(start, math.prod(shape) * kind.dtype.itemsize).view(kind.dtype).view(shape)
 
     def _bytes(self, start: int, size: int) -> Tensor:
         # By address: torch warns of every buffer that is not to be written to.
@@ -175,7 +171,7 @@ class _Mapped:
 class _Writer:
     """Writes beside the final name, and takes that when all is on the disk."""
 
-    def __init__(self, path: Path, file: BinaryIO, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, path: Path, file: BinaryIO, tensors: Sequence[tuple[Kind, Tensor]]) -> None:
         self._path = path
         self._file = file
         self._entries: list[list[object]] = []
@@ -184,9 +180,9 @@ class _Writer:
         self._data_bytes = 0
 
     @classmethod
-    def begin(cls, path: Path, tensors: Sequence[Tensor], limit: int) -> _Writer | None:
+    def begin(cls, path: Path, tensors: Sequence[tuple[Kind, Tensor]], limit: int) -> _Writer | None:
         """None where there is too little to write, no room for it, or somebody else who does."""
-        size = sum(tensor.nbytes for tensor in tensors)
+        size = sum(tensor.nbytes for _, tensor in tensors)
         if size < _LEAST_BYTES or path.exists():  # another replica has been at it
             return None
         try:
@@ -196,8 +192,13 @@ class _Writer:
             if not _lock(file) or not _is_at(file):
                 file.close()
                 return None
-            file.truncate(0)
-            if not path.exists() and _make_room(path.parent, size, limit):
+            try:
+                file.truncate(0)
+                has_room = not path.exists() and _make_room(path.parent, size, limit)
+            except OSError:
+                _drop(file)
+                raise
+            if has_room:
                 return cls(path, file, tensors)
             _drop(file)
         except OSError as error:
@@ -234,12 +235,12 @@ class _Writer:
             self.drop()
 
 
-def _pieces(tensors: Sequence[Tensor], entries: list[list[object]]) -> Iterator[Tensor]:
+def _pieces(tensors: Sequence[tuple[Kind, Tensor]], entries: list[list[object]]) -> Iterator[Tensor]:
     """Bytes of all tensors, each from its place on, the last piece filled up with zeros; entries get the places."""
     staged, used, before = torch.zeros(_PIECE_BYTES, dtype=torch.uint8), 0, 0
-    for tensor in tensors:
+    for kind, tensor in tensors:
         used = -(-used // ALIGNMENT) * ALIGNMENT
-        entries.append([list(tensor.shape), str(tensor.dtype), before + used])
+        entries.append([str(kind), list(tensor.shape), before + used])
         data = tensor.flatten().view(torch.uint8)
         while len(data):
             if used == _PIECE_BYTES:

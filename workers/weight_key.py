@@ -18,7 +18,15 @@ from workers.weight_ahead import KEY_BYTES, weight_label
 
 _ROOT = Path(__file__).parent.parent
 # Who decides which tensors there are, in which order, and what is in them.
-_SOURCES = ("workers/models", "workers/layers", "workers/quantized", "workers/weights.py", "kernels/linear", "kernels")
+_SOURCES = (
+    "workers/models",
+    "workers/layers",
+    "workers/quantized",
+    "workers/weights.py",
+    "kernels/linear",
+    "kernels/native",
+    "kernels",
+)
 
 
 def weight_key(config: ModelConfig, kernels: KernelBackend, tp: TensorParallel) -> str:

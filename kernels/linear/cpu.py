@@ -121,7 +121,7 @@ class PackedLinear(NativeLinear):
             function(rows.data_ptr(), packed.data_ptr() + _HEAD, *shape)
             return packed
 
-        packed = library.weight_memory.bytes_of(pack)
+        packed = library.weight_memory.bytes_of(f"{weight.dtype} {n} {k}", pack)
         super().__init__(library.linear, (n, k), weight.dtype, packed, bias, head=_HEAD)
         self.is_coded = bool(packed[0])
         self._pass(self._with_coding)

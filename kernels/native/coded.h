@@ -146,7 +146,7 @@ long code_pair(const CodedIndex& index, const char* pair, char* to) {
         memset(to, 0, index.head_bytes());
         memcpy(to, codes, kNumCodes);
     }
-    uint64_t* plain = (uint64_t*)(to + kNumCodes);
+    uint64_t* plain = to == nullptr ? nullptr : (uint64_t*)(to + kNumCodes);
     alignas(64) char coded[kCodedBytes];
     long bytes = index.head_bytes();
     for (long chunk = 0; chunk < index.chunks; chunk++, pair += kPlainBytes) {
@@ -268,31 +268,29 @@ struct CodedTile {
         (2 * pair + 1) * kLanes < args.n ? block<M, 2>(row, pair, next) : block<M, 1>(row, pair, next);
     }
 
-    // At most eight rows: from memory as fast as the processor asks by itself.
-    void few_rows(long pair) const {
-        const NothingWanted nothing;
-        switch (operands.rows) {
-            case 1: return block_of_pair<1>(0, pair, nothing);
-            case 2: return block_of_pair<2>(0, pair, nothing);
-            case 3: return block_of_pair<3>(0, pair, nothing);
-            case 4: return block_of_pair<4>(0, pair, nothing);
-            case 5: return block_of_pair<5>(0, pair, nothing);
-            case 6: return block_of_pair<6>(0, pair, nothing);
-            case 7: return block_of_pair<7>(0, pair, nothing);
-            default: return block_of_pair<8>(0, pair, nothing);
+    // One to eight rows over a pair.
+    template <class Next>
+    void some_rows(long row, long count, long pair, const Next& next) const {
+        switch (count) {
+            case 1: return block_of_pair<1>(row, pair, next);
+            case 2: return block_of_pair<2>(row, pair, next);
+            case 3: return block_of_pair<3>(row, pair, next);
+            case 4: return block_of_pair<4>(row, pair, next);
+            case 5: return block_of_pair<5>(row, pair, next);
+            case 6: return block_of_pair<6>(row, pair, next);
+            case 7: return block_of_pair<7>(row, pair, next);
+            default: return block_of_pair<8>(row, pair, next);
         }
     }
 
-    // More rows, each block of which asks for its part of the next pair. The last block begins early enough to be whole: what is computed twice has the same bits.
-    void many_rows(long pair, long after) const {
+    // All rows. A single block meets its pair in memory, as fast as the processor asks by itself. Of more blocks, each asks for its part of
+    // the pair that comes after.
+    void all_rows(long pair, long after) const {
         const long rows = operands.rows, blocks = ceil_div(rows, kBlockRows);
+        if (blocks == 1) return some_rows(0, rows, pair, NothingWanted());
         for (long i = 0; i < blocks; i++) {
             const long row = i * kBlockRows;
-            if (rows - row <= kBlockRows / 2) {
-                block_of_pair<kBlockRows / 2>(rows - kBlockRows / 2, pair, part_of(after, i, blocks));
-            } else {
-                block_of_pair<kBlockRows>(smaller(row, rows - kBlockRows), pair, part_of(after, i, blocks));
-            }
+            some_rows(row, smaller(kBlockRows, rows - row), pair, part_of(after, i, blocks));
         }
     }
 };
@@ -303,21 +301,18 @@ void coded_linear(const LinearArguments& args, const Bf16* x, long x_stride, voi
         const CodedTile tile{args, operands, {args, y, operands.first}, {args.packed, args.n, args.k}};
         parallel_shares(tile.index.pairs, (double)operands.rows * args.n * args.k, threads, [&](Shares& shares) {
             for (long pair; (pair = shares.take()) >= 0;) {
-                operands.rows <= kBlockRows ? tile.few_rows(pair) : tile.many_rows(pair, larger(shares.after(pair), 0));
+                const long after = shares.after(pair);
+                tile.all_rows(pair, after < 0 ? pair : after);
             }
         });
     });
 }
 
-template <class T>
-long code_linear(const T*, void*, long, long, long, long) { return 0; }
-template <class T>
-INLINE void coded_linear(const LinearArguments&, const T*, long, void*, long, long) {}
-#else
-template <class T>
-long code_linear(const T*, void*, long, long, long, long) { return 0; }
-template <class T>
-INLINE void coded_linear(const LinearArguments&, const T*, long, void*, long, long) {}
 #endif
+
+template <class T>
+long code_linear(const T*, void*, long, long, long, long) { return 0; }
+template <class T>
+INLINE void coded_linear(const LinearArguments&, const T*, long, void*, long, long) {}
 
 }  // namespace

@@ -17,6 +17,7 @@ import torch
 
 from kernels.backend import select_backend
 from kernels.native.library import load_library
+from kernels.weights import Kind
 from novainfer.config import DEMO_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.errors import EngineError
 from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, StepResult
@@ -72,8 +73,8 @@ def kept(folder: Path, key: str, *sizes: int, limit: int = 64 * MIB) -> WeightFi
     file = WeightFile(folder, key, limit)
     for number, size in enumerate(sizes, start=1):
         tensor = torch.full((size,), number, dtype=torch.uint8)
-        assert file.next((size,), torch.uint8) is None
-        file.add(tensor)
+        assert file.next(Kind((size,), torch.uint8)) is None
+        file.add(Kind((size,), torch.uint8), tensor)
     write_all(file)
     return file
 
@@ -190,7 +191,7 @@ def test_worker_given_a_file_with_a_wrong_byte_when_built_then_packs_anew(folder
 def test_file_given_something_else_in_its_place_when_opened_then_it_is_removed(folder: Path, content: bytes) -> None:
     folder.mkdir()
     (folder / "a.weights").write_bytes(content)
-    assert WeightFile(folder, "a", MIB).next((1,), torch.uint8) is None
+    assert WeightFile(folder, "a", MIB).next(Kind((1,), torch.uint8)) is None
     assert not names(folder)
 
 
@@ -201,26 +202,27 @@ def test_file_given_tensors_of_many_sizes_when_read_again_then_each_is_there_ali
     kept(folder, "a", *sizes)
     file = WeightFile(folder, "a", MIB)
     for number, size in enumerate(sizes, start=1):
-        tensor = file.next((size,), torch.uint8)
+        tensor = file.next(Kind((size,), torch.uint8))
         assert tensor is not None
         assert tensor.data_ptr() % 64 == 0
         assert int(tensor.min()) == int(tensor.max()) == number
     with pytest.raises(EngineError, match="tensor 6"):
-        file.next((1,), torch.uint8)
+        file.next(Kind((1,), torch.uint8))
     assert not names(folder)  # it is not what its key says
 
 
 def test_file_given_another_shape_or_type_than_was_kept_when_asked_then_error_and_no_second_time(folder: Path) -> None:
-    for shape, dtype in (((65,), torch.uint8), ((64,), torch.int8)):
+    kinds = (((65,), torch.uint8, ""), ((64,), torch.int8, ""), (None, torch.uint8, ""), ((64,), torch.uint8, "other"))
+    for kind in (Kind(*values) for values in kinds):
         kept(folder, "a", 64)
         with pytest.raises(EngineError, match="tensor 0"):
-            WeightFile(folder, "a", MIB).next(shape, dtype)
-        assert WeightFile(folder, "a", MIB).next(shape, dtype) is None
+            WeightFile(folder, "a", MIB).next(kind)
+        assert WeightFile(folder, "a", MIB).next(kind) is None
 
 
 def test_tensor_given_its_file_was_removed_when_read_then_it_is_still_there(folder: Path) -> None:
     kept(folder, "a", 5 * MIB)
-    tensor = WeightFile(folder, "a", MIB).next((5 * MIB,), torch.uint8)
+    tensor = WeightFile(folder, "a", MIB).next(Kind((5 * MIB,), torch.uint8))
     shutil.rmtree(folder)
     assert tensor is not None
     assert int(tensor.sum()) == 5 * MIB
@@ -229,8 +231,8 @@ def test_tensor_given_its_file_was_removed_when_read_then_it_is_still_there(fold
 def test_file_given_another_process_wrote_it_meanwhile_when_it_is_to_be_written_then_it_stays(folder: Path) -> None:
     first, second = WeightFile(folder, "a", MIB), WeightFile(folder, "a", MIB)
     for file in (first, second):
-        file.add(torch.ones(64, dtype=torch.uint8))
-        assert file.next((64,), torch.uint8) is None
+        file.add(Kind((64,), torch.uint8), torch.ones(64, dtype=torch.uint8))
+        assert file.next(Kind((64,), torch.uint8)) is None
     write_all(first)
     number = (folder / "a.weights").stat().st_ino
     write_all(second)
@@ -346,7 +348,7 @@ def test_file_given_another_process_that_finishes_it_while_its_lock_is_waited_fo
 
     lock = weight_file._lock
     file = WeightFile(folder, "a", 64 * MIB)
-    file.add(torch.ones(64, dtype=torch.uint8))
+    file.add(Kind((64,), torch.uint8), torch.ones(64, dtype=torch.uint8))
     monkeypatch.setattr(weight_file, "_lock", lock_late)
     write_all(file)
     assert (folder / "a.weights").stat().st_ino == number

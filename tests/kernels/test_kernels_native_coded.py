@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu_backend import CpuBackend
 from kernels.linear.cpu import PackedLinear
 from kernels.native.library import NativeLibrary
 from kernels.weights import Deferred
-from tests.kernels.native_cases import ISAS, same_bits
+from novainfer.errors import EngineError
+from tests.kernels.native_cases import ISAS
 from workers.weight_file import WeightFile
 
 pytestmark = [
@@ -28,6 +31,23 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 23, 32, 33, 100, 256, 260
 def library() -> NativeLibrary:
     """With codes, and without effect on other tests."""
     return NativeLibrary("avx512bf16")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Also of zeros and of what is no number."""
+    kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.view(kind), b.view(kind))
+
+
+def before_a_wall(x: Tensor) -> Tensor:
+    """A copy [n, k] whose last number is the last one before memory that nobody may touch."""
+    page = mmap.PAGESIZE
+    pages = -(-x.nbytes // page)
+    memory = mmap.mmap(-1, (pages + 1) * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + pages * page), ctypes.c_size_t(page), 0) == 0
+    copy = torch.frombuffer(memory, dtype=x.dtype, offset=pages * page - x.nbytes, count=x.numel()).view(x.shape)
+    return copy.copy_(x)
 
 
 def normal(n: int, k: int) -> Tensor:
@@ -76,6 +96,27 @@ def test_coded_given_rare_numbers_when_multiplied_then_the_bits_of_plain_weights
     x = torch.randn(40, 1024).bfloat16()
     for rows in (1, 4, 8, 9, 16, 40):
         assert same_bits(coded(x[:rows], torch.float32), plain(x[:rows], torch.float32))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3e38, 1e-40, math.inf, math.nan])
+def test_coded_given_one_number_everywhere_when_multiplied_then_the_bits_of_plain_weights(
+    library: NativeLibrary, value: float
+) -> None:
+    plain, coded = plain_and_coded(library, torch.full((70, 256), value).bfloat16())
+    x = torch.randn(20, 256).bfloat16()
+    for rows in (1, 5, 11, 20):
+        assert same_bits(coded(x[:rows], torch.float32), plain(x[:rows], torch.float32))
+
+
+def test_coded_given_memory_that_ends_with_its_numbers_when_packed_and_multiplied_then_nothing_else_is_read(
+    library: NativeLibrary,
+) -> None:
+    for n, k in ((1, 32), (33, 256), (70, 1056)):
+        weight, x = before_a_wall(normal(n, k)), torch.randn(37, k).bfloat16()
+        linear = PackedLinear(library, weight)
+        expected = linear(x)
+        for rows in (1, 4, 7, 8, 9, 16, 19, 37):
+            assert same_bits(linear(before_a_wall(x[:rows])), expected[:rows]), (n, k, rows)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -142,9 +183,11 @@ def test_codes_when_kept_in_a_file_then_the_next_process_needs_no_weight(
     def make() -> Tensor:
         raise AssertionError("read once more")
 
+    for thread in threading.enumerate():
+        if thread.name == "packed weights":
+            thread.join()
     again = WeightFile(tmp_path, "key", 1 << 30)
-    while again.mapped_bytes == 0:  # the file gets its name when it is on the disk
-        again = WeightFile(tmp_path, "key", 1 << 30)
+    assert again.mapped_bytes > 0
     with library.weight_memory.keeping(again):
         deferred = [Deferred((320, 1024), torch.bfloat16, make), Deferred((48, 250), torch.bfloat16, make)]
         second = [PackedLinear(library, one) for one in deferred]
@@ -153,11 +196,29 @@ def test_codes_when_kept_in_a_file_then_the_next_process_needs_no_weight(
     assert same_bits(second[1](x[:, :250]), first[1](x[:, :250]))
 
 
-def test_random_weights_when_multiplied_on_other_instruction_sets_then_near_theirs() -> None:
+def test_codes_of_another_layer_when_kept_in_its_place_then_error_and_no_file(
+    library: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.weight_file._LEAST_BYTES", 0)
+    for weight in (normal(1024, 320), normal(640, 320), normal(320, 640).half()):
+        file = WeightFile(tmp_path, "key", 1 << 30)
+        with library.weight_memory.keeping(file):
+            PackedLinear(library, normal(320, 640))
+        while file.write_next():
+            pass
+        for thread in threading.enumerate():
+            if thread.name == "packed weights":
+                thread.join()
+        again = WeightFile(tmp_path, "key", 1 << 30)
+        assert again.mapped_bytes > 0
+        with library.weight_memory.keeping(again), pytest.raises(EngineError, match="tensor 0"):
+            PackedLinear(library, weight)
+        assert not list(tmp_path.iterdir())
+
+
+def test_coded_when_multiplied_then_near_float64(library: NativeLibrary) -> None:
     weight, x = normal(96, 1024), torch.randn(17, 1024).bfloat16()
-    coded = CpuBackend("avx512bf16").pack_linear(weight)
-    assert isinstance(coded, PackedLinear)
-    assert coded.is_coded
+    linear = PackedLinear(library, weight)
+    assert linear.is_coded
     expected = x.double() @ weight.double().T
-    error = (coded(x, torch.float32).double() - expected).norm() / expected.norm()
-    assert error < 3e-6
+    assert float((linear(x, torch.float32).double() - expected).norm() / expected.norm()) < 3e-6
