@@ -24,7 +24,7 @@ from bench.foreign import Foreign, ForeignCpu
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.peers.base import Peer, Running, folder_of, peers_root
 from bench.peers.processes import pss_bytes
-from bench.peers.registry import OURS, OURS_INT8, chosen
+from bench.peers.registry import OURS, OURS_INT8, OURS_W8A8, chosen
 
 SHAPE = "qwen3-0.6b"
 MIN_ROUNDS = 3  # fewer are a trial, and say so
@@ -184,7 +184,7 @@ def main() -> None:
     decoder = roofline.Decoder.of(config)
     rounds = compare(peers, plan, lambda number: measure_limit(number, decoder))
     precisions = {peer.name: peer.precision for peer in peers} | {comparison.LIMIT: ""}
-    table = comparison.rows(figures(vocab_size), rounds, (OURS, OURS_INT8), precisions)
+    table = comparison.rows(figures(vocab_size), rounds, (OURS, OURS_INT8, OURS_W8A8), precisions)
     text = f"{comparison.markdown(table, list(precisions))}\n\n{comparison.ratios_markdown(table)}"
     if arguments.output:
         result: dict[str, Any] = {

@@ -19,7 +19,7 @@ _PLOTTED = (
     "c1_output_tok_per_s", "c4_output_tok_per_s", "c16_output_tok_per_s", "c1_inter-token_p50_ms",
     "c16_inter-token_p50_ms", "c16_TTFT_p50_ms", "prompt_of_1024_TTFT_ms", "16_suffixes_at_once_TTFT_ms",
 )  # fmt: skip
-_COLORS = {"ours": "#c0392b", "ours-int8": "#e08a7d", LIMIT: "#cccccc"}
+_COLORS = {"ours": "#c0392b", "ours-int8": "#e08a7d", "ours-w8a8": "#edb8b0", LIMIT: "#cccccc"}
 _OTHER = "#5b7fa6"
 
 

@@ -3,8 +3,8 @@
 The rates are of the fastest call of a few milliseconds, measured beside every server's turn, because a shared machine
 is not always as fast. The least time of a step's layers is the larger of what reading and what multiplying takes, as if
 both went on at once, and nothing else took any; the same for the vocabulary projection, which comes after them. So it
-is a limit for servers that do not read the projection's weights while the layers multiply. Of the last layer, tokens
-that nothing is sampled after need keys and values alone.
+is a limit for servers that do not read the projection's weights while the layers multiply, and that read all bits of a
+weight. Of the last layer, tokens that nothing is sampled after need keys and values alone.
 """
 
 from __future__ import annotations

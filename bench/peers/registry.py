@@ -11,10 +11,11 @@ from bench.peers.ours import Ours
 from bench.peers.transformers_serve import TransformersServe
 from bench.peers.vllm_cpu import VllmCpu
 
-OURS, OURS_INT8 = "ours", "ours-int8"
+OURS, OURS_INT8, OURS_W8A8 = "ours", "ours-int8", "ours-w8a8"
 _ALL: tuple[Peer, ...] = (
     Ours(OURS),
     Ours(OURS_INT8, "int8", flags=("--quantization", "int8")),
+    Ours(OURS_W8A8, "int8", flags=("--quantization", "w8a8")),  # rounds its inputs, as Q8_0 does
     VllmCpu(),
     LlamaServer("llama-server", "bf16", "bf16"),
     LlamaServer("llama-server-q8", "int8", "q8_0"),
