@@ -103,7 +103,7 @@ class BesideSteps:
     ) -> None:
         """write_next: as `WeightFile.write_next`.
 
-        num_ranks: who wait for each other, and so for each one's writing.   clock: seconds.
+        num_ranks: who wait for each other, and so for each one's writing. clock: seconds.
         """
         self._write_next = write_next
         self._pause = _SHARE_OF_TIME * num_ranks  # times what the last piece took
