@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from workers import worker
 
 _WINDOW = 100  # decodes that are timed, or profiled, at a time
 _TOY_WINDOW = 2
+_FIRST_TOKENS = 9  # lone prompts
+_SEEDS = 100  # of a job
 _WORKER: Any = worker
 
 
@@ -51,7 +54,8 @@ def run_job(
     """Name and figures of each, with one engine; options: its own.
 
     start_seconds: until the engine is ready, and after_weights_seconds of that from when the weights were there.
-    step_ms, step_ms_p99: of the first 100 decodes of all sequences, whose rows see `context` tokens on average;
+    first_token_ms: of a lone prompt, the median of nine. step_ms, step_ms_p99: of the first 100 decodes of all
+    sequences, whose rows see `context` tokens on average;
     late_step_ms, late_context: of the last ones. prompt_tokens_per_second: until the last prompt is computed, decodes
     beside prompts included. busy, gap_us_...: see `decode_gaps`.
     """
@@ -64,11 +68,12 @@ def run_job(
     with llm:
         vocab = llm.tokenizer.vocab_size
         graph_seconds = clock.seconds(lambda: _record_graphs(llm))
-        for name, job in jobs.items():
-            if not clock.is_toy:  # with other prompts, of which the cache then has none
+        for number, (name, job) in enumerate(jobs.items()):
+            seed = _SEEDS * number  # prompts of no other job, nor of this one's other runs: the cache has none
+            if not clock.is_toy:
                 short = SamplingParams(max_tokens=2, ignore_eos=True)
-                _run(llm, requests(job, vocab, seed=1)[0], [short] * job.sequences)
-            prompts, params = requests(job, vocab)
+                _run(llm, requests(job, vocab, seed=seed + 1)[0], [short] * job.sequences)
+            prompts, params = requests(job, vocab, seed=seed)
             with watched(llm) as watch:
                 began = time.perf_counter()
                 whole = _run(llm, prompts, params)
@@ -76,10 +81,12 @@ def run_job(
             figures = {"seconds": whole, "tokens": tokens, "tokens_per_second": tokens / whole}
             figures |= {"start_seconds": loading.start, "after_weights_seconds": loading.after_weights}
             figures["graph_seconds"] = graph_seconds
+            number_alone = 1 if clock.is_toy else _FIRST_TOKENS
+            figures["first_token_ms"] = 1000 * _first_token_seconds(llm, job.num_input, vocab, seed + 4, number_alone)
             if not job.is_shared:
                 try:
                     figures |= _steps_of(job, watch.steps(job.sequences), began, window)
-                    figures |= decode_gaps(llm, requests(job, vocab, seed=3)[0], window, clock.wait)
+                    figures |= decode_gaps(llm, requests(job, vocab, seed=seed + 3)[0], window, clock.wait)
                 except NotDecodesError as error:  # memory for all sequences at once is missing, say
                     print(f"{name}: figures of steps are left out: {error}")
             yield name, figures
@@ -100,6 +107,13 @@ def _steps_of(job: Job, steps: Sequence[Step], began: float, window: int) -> dic
         "late_step_ms": 1000 * last.step_seconds,
         "prompt_tokens_per_second": job.sequences * job.num_input / (prompts_end - began),
     }
+
+
+def _first_token_seconds(llm: LLM, num_input: int, vocab: int, seed: int, number: int) -> float:
+    """The median of so many lone prompts, one after another."""
+    one = [SamplingParams(max_tokens=1, ignore_eos=True)]
+    prompts = [requests(Job(1, num_input, 1), vocab, seed=seed + i)[0] for i in range(number)]
+    return statistics.median(_run(llm, prompt, one) for prompt in prompts)
 
 
 def _record_graphs(llm: LLM) -> None:

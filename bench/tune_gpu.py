@@ -55,11 +55,10 @@ def _decode(head_dim: int, is_float8: bool, device: Any, is_toy: bool) -> Questi
 
     lengths = [40, 300] if is_toy else [4096] * 64
     stored = torch.float8_e4m3fn if is_float8 else None
-    default = 5 if head_dim <= 128 else 3
     return Question(
         table_key("decode", {"head_dim": head_dim, "itemsize": 2, "float8": int(is_float8)}),
         lambda: our_decodes(lengths, device, is_toy=is_toy, dim=head_dim, stored=stored),
-        _default_first((4, default), [(4, 3), (4, 2), (4, 5), (4, 6), (4, 7), (2, 5), (8, 5)]),
+        _default_first((4, 2), [(4, 1), (4, 3), (4, 5), (2, 2), (2, 3), (8, 2)]),
     )
 
 
@@ -68,11 +67,11 @@ def _prefill(head_dim: int, is_exact: bool, device: Any, is_toy: bool) -> Questi
     from kernels.triton_tuning import table_key
 
     prompt = (1, 20, 20) if is_toy else (1, 4096, 4096)
-    rows = 32 if is_exact else 64
+    rows = 32 if is_exact else 128 if head_dim <= 128 else 64
     return Question(
         table_key("prefill", {"head_dim": head_dim, "itemsize": 2, "float8": 0, "rows": rows}),
         lambda: [our_prefill(*prompt, device, exact=is_exact, is_toy=is_toy, dim=head_dim)],
-        _default_first((4 if head_dim <= 128 else 8, 2), [(4, 2), (4, 3), (4, 5), (8, 2), (8, 3), (8, 5)]),
+        _default_first((4 if is_exact and head_dim <= 128 else 8, 2), [(4, 2), (4, 3), (8, 2), (8, 3), (8, 5)]),
     )
 
 

@@ -161,7 +161,8 @@ class TritonBackend:
         checks.check_last_dim_contiguous("out", out)
         if metadata.num_decodes:
             decode_attention(query, key_cache, value_cache, metadata, params, out)
-        if metadata.num_decodes < min(metadata.seq_lens.shape[0], query.shape[0]):
+        first_row = 0 if metadata.has_empty_decodes else metadata.num_decodes
+        if metadata.num_decodes < metadata.seq_lens.shape[0] and first_row < query.shape[0]:
             prefill_attention(query, (key_cache, value_cache), metadata, params, out, self._exact)
         return out
 

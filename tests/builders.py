@@ -11,7 +11,7 @@ from kernels.backend import KernelBackend
 from novainfer.config import CacheConfig
 from novainfer.protocol.step import NewBlocks, NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
-from workers.decode_graphs import Record
+from workers.graphs import Record
 from workers.kv_cache import KVCache
 from workers.model_runner import ModelRunner
 from workers.models.base import CausalLM

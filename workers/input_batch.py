@@ -30,26 +30,26 @@ class PromptSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class InputBatch:
-    """One step's inputs. `rows`, `num_new_tokens` and `sample_rows` stay on the host; tensors are on the device."""
+class StepRows:
+    """What a step computes and where it samples, as far as the host knows it."""
 
     rows: IntArray  # [N], those with one token first, drafts included
     num_new_tokens: IntArray  # [N], drafts aside
-    input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    forward: ForwardBatch  # query_start_loc [N + 1], seq_lens [N], block_table [N, max_blocks], slot_mapping [T]
-    sample_rows: IntArray  # [S], in the plan's order, the places of one row next to each other
+    seq_lens: IntArray  # [N], with the tokens of this step
+    query_start_loc: IntArray  # [N + 1]: token t is the (t - query_start_loc[i])-th new token of its row rows[i]
+    token_rows: IntArray  # [T]
+    positions: IntArray  # [T]
+    sampling: IntArray  # [S]: which of `rows` samples there
     sample_ahead: IntArray | None  # [S]: how many of its row's drafts stand before the place; None: there are no drafts
-    sample_hidden: Tensor  # [S] int64: which of the model's hidden states the sampled tokens follow
+    sample_hidden: IntArray  # [S]: which of the T hidden states the sampled tokens follow
     prompt_spans: list[PromptSpan]
 
     @classmethod
-    def build(cls, states: RequestStates, plan: StepPlan, num_drafts: IntArray | None = None) -> InputBatch:
+    def of(cls, states: RequestStates, plan: StepPlan, num_drafts: IntArray | None = None) -> StepRows:
         """Read the rows that `plan` runs (at least one); `states.apply(plan)` has been called, nothing is written.
 
         num_drafts [N]: how many drafts stand behind the known tokens of each row; None: nowhere any.
         """
-        device, block_size = states.device, states.limits.block_size
         rows, num_new = np.array(plan.rows, np.int64), np.array(plan.num_new_tokens, np.int64)
         place, counts = np.arange(len(rows)), num_new  # of each row of the plan in the batch
         if num_drafts is not None:
@@ -60,44 +60,67 @@ class InputBatch:
         computed = states.num_computed_tokens[rows]
         seq_lens = computed + counts
         query_start_loc = np.arange(len(rows) + 1)
-        host_rows, host_positions = rows, computed
-        all_single = len(rows) == counts.sum()
-        if not all_single:
+        token_rows, positions = rows, computed
+        if len(rows) != counts.sum():
             np.cumsum(counts, out=query_start_loc[1:])
-            # Token t is the (t - query_start_loc[i])-th new token of its row rows[i].
-            host_rows = np.repeat(rows, counts)
-            host_positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], counts)
-        positions, token_rows = to_device(host_positions, device), to_device(host_rows, device)
-        row_index = token_rows if all_single else to_device(rows, device)
-        host_blocks, offsets = np.divmod(host_positions, block_size)
-        blocks = states.block_table[token_rows, to_device(host_blocks, device)]
-        max_blocks = -(-int(seq_lens.max()) // block_size)
-
+            token_rows = np.repeat(rows, counts)
+            positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], counts)
         samples = (computed + num_new == states.num_tokens[rows])[place]
         sampling = place[samples]
-        hidden = query_start_loc[sampling] + num_new[sampling] - 1
-        prompt_spans = _prompt_spans(states, rows, seq_lens, query_start_loc)
-        kept = ahead = None
+        hidden, ahead = query_start_loc[sampling] + num_new[sampling] - 1, None
         if num_drafts is not None:
             sampling, hidden, ahead = _with_drafts(sampling, hidden, num_drafts[samples])
-        elif len(hidden) < len(host_rows) and not prompt_spans:
-            table = states.block_table[to_device(rows[sampling], device), :max_blocks]
-            kept = _last_tokens(hidden, seq_lens[sampling], table)
-            hidden = np.arange(len(hidden))
         return cls(
             rows=rows,
             num_new_tokens=num_new,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            token_rows=token_rows,
+            positions=positions,
+            sampling=sampling,
+            sample_ahead=ahead,
+            sample_hidden=hidden,
+            prompt_spans=_prompt_spans(states, rows, seq_lens, query_start_loc),
+        )
+
+    @property
+    def sample_rows(self) -> IntArray:
+        """[S], in the plan's order, the places of one row next to each other."""
+        return self.rows[self.sampling]
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """The inputs of a step on the device."""
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    forward: ForwardBatch  # query_start_loc [N + 1], seq_lens [N], block_table [N, max_blocks], slot_mapping [T]
+    sample_hidden: Tensor  # [S] int64: which of the model's hidden states the sampled tokens follow
+
+    @classmethod
+    def build(cls, states: RequestStates, step: StepRows) -> InputBatch:
+        """Nothing is written."""
+        device, block_size = states.device, states.limits.block_size
+        positions, token_rows = to_device(step.positions, device), to_device(step.token_rows, device)
+        row_index = token_rows if step.token_rows is step.rows else to_device(step.rows, device)
+        host_blocks, offsets = np.divmod(step.positions, block_size)
+        blocks = states.block_table[token_rows, to_device(host_blocks, device)]
+        max_blocks = -(-int(step.seq_lens.max()) // block_size)
+        hidden, kept = step.sample_hidden, None
+        if step.sample_ahead is None and len(hidden) < len(step.positions) and not step.prompt_spans:
+            table = states.block_table[to_device(step.sample_rows, device), :max_blocks]
+            kept = _last_tokens(hidden, step.seq_lens[step.sampling], table)
+            hidden = np.arange(len(hidden))
+        return cls(
             input_ids=states.token_ids[token_rows, positions].long(),
             positions=positions,
             forward=ForwardBatch(
-                metadata=_metadata(query_start_loc, seq_lens, states.block_table[row_index, :max_blocks]),
+                metadata=_metadata(step.query_start_loc, step.seq_lens, states.block_table[row_index, :max_blocks]),
                 slot_mapping=blocks.long() * block_size + to_device(offsets, device),
                 kept=kept,
             ),
-            sample_rows=rows[sampling],
-            sample_ahead=ahead,
             sample_hidden=to_device(hidden, device),
-            prompt_spans=prompt_spans,
         )
 
 

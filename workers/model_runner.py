@@ -17,15 +17,17 @@ from torch import Tensor
 from kernels.backend import KernelBackend
 from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import RowPromptLogprobs, StepPlan, StepResult
-from workers.decode_graphs import DecodeGraphs, Graph, Rank, Record
+from workers.decode_graphs import DecodeGraphs, Graph
 from workers.drafts import NOT_FINITE, true_places
-from workers.input_batch import InputBatch, PromptSpan
+from workers.graphs import Rank, Record
+from workers.input_batch import InputBatch, PromptSpan, StepRows
 from workers.kv_cache import KVCache
 from workers.logprobs import LogprobTensors, concatenate, gather_logprobs, rows_per_slice
 from workers.models.base import CausalLM
 from workers.request_states import RequestStates
-from workers.row_sampling import IntArray
+from workers.row_sampling import IntArray, to_device
 from workers.sampler import Sampled, Sampler
+from workers.step_graphs import StepGraphs
 from workers.tensor_parallel import TensorParallel
 
 
@@ -80,7 +82,7 @@ class ModelRunner:
         cache: KVCache,
         record: Record | None = None,
     ) -> None:
-        """record: makes graphs of steps that only decode; None: such steps run as all others do."""
+        """record: makes graphs of steps; None: they run kernel by kernel."""
         self.states = states
         self.cache = cache
         self._model = model
@@ -88,15 +90,15 @@ class ModelRunner:
         self._kernels = kernels
         self._sampler = Sampler(kernels)
         self._copies = HostCopies(states.device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: tuple[DecodeGraphs, StepGraphs] | None = None
         if record is not None:
             rank = Rank(model, kernels, tp, states, cache)
-            self._graphs = DecodeGraphs(rank, record, states.limits.max_num_seqs)
+            self._graphs = DecodeGraphs(rank, record), StepGraphs(rank, record)
 
     @property
     def progress(self) -> int:
         """Grows with every layer, or graph; may be read by another thread."""
-        return self._model.progress + (0 if self._graphs is None else self._graphs.num_launched)
+        return self._model.progress + sum(graphs.num_launched for graphs in self._graphs or ())
 
     def drop_rows(self) -> None:
         """Forget all rows: their owner is gone."""
@@ -105,7 +107,7 @@ class ModelRunner:
     @torch.inference_mode()
     def use_idle_time(self) -> bool:
         """See `Runner`: record a graph. Rows may be in use: of those that have ended the next plan tells."""
-        return self._graphs is not None and self._graphs.record_next()
+        return any(graphs.record_next() for graphs in self._graphs or ())
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step to its end: the result on rank 0, None elsewhere. Raises `EngineError` for an impossible plan."""
@@ -124,18 +126,26 @@ class ModelRunner:
         sampled: Sampled | None = None
         prompts: list[PromptResult] = []
         num_drafts = self._find_drafts(plan) if plan.num_drafts else None
-        if self._graphs is not None and (graph := self._graphs.take(plan)) is not None:
+        if self._graphs is not None and (graph := self._graphs[0].take(plan)) is not None:
             sampled = self._launch_graph(graph, np.array(plan.rows, np.int64))
         elif plan.rows:
-            batch = InputBatch.build(self.states, plan, num_drafts)
-            hidden = self._model.forward(batch.input_ids, batch.positions, batch.forward, self.cache.layers)
-            prompts = [prompt for span in batch.prompt_spans if (prompt := self._prompt_logprobs(hidden, span))]
-            self.states.advance(batch.rows, batch.num_new_tokens)
-            sampled = self._sample(hidden, batch)
+            step = StepRows.of(self.states, plan, num_drafts)
+            hidden, sample_hidden = self._forward(step)
+            prompts = [prompt for span in step.prompt_spans if (prompt := self._prompt_logprobs(hidden, span))]
+            self.states.advance(step.rows, step.num_new_tokens)
+            sampled = self._sample(hidden, sample_hidden, step)
         if self._tp.rank != 0:
             return None
         drafted = [] if num_drafts is None else num_drafts[: len(plan.num_drafts)].tolist()
         return self._pending(plan, sampled, prompts, drafted)
+
+    def _forward(self, step: StepRows) -> tuple[Tensor, Tensor]:
+        """Hidden states [K, hidden], and which of them the sampled tokens follow: [S] int64."""
+        if self._graphs is not None and (hidden := self._graphs[1].run(step)) is not None:
+            return hidden, to_device(step.sample_hidden, hidden.device)
+        batch = InputBatch.build(self.states, step)
+        hidden = self._model.forward(batch.input_ids, batch.positions, batch.forward, self.cache.layers)
+        return hidden, batch.sample_hidden
 
     def _launch_graph(self, graph: Graph, rows: IntArray) -> Sampled | None:
         """A step of decodes whose rows the graph has been told."""
@@ -158,15 +168,15 @@ class ModelRunner:
         )
         return found if found.any() else None
 
-    def _sample(self, hidden: Tensor, batch: InputBatch) -> Sampled | None:
+    def _sample(self, hidden: Tensor, sample_hidden: Tensor, step: StepRows) -> Sampled | None:
         """Sample on rank 0 and append the tokens to the rows of all ranks."""
-        if not len(batch.sample_rows):
+        if not len(step.sampling):
             return None
-        logits = self._model.logits(hidden[batch.sample_hidden])
-        return self._sample_logits(logits, batch.sample_rows, batch.sample_ahead)
+        logits = self._model.logits(hidden[sample_hidden])
+        return self._sample_logits(logits, step.sample_rows, step.sample_ahead)
 
     def _sample_logits(self, logits: Tensor, rows: IntArray, ahead: IntArray | None = None) -> Sampled | None:
-        """Logits [S, V] float32 of places of `rows` [S], changed in place; ahead: see `InputBatch.sample_ahead`."""
+        """Logits [S, V] float32 of places of `rows` [S], changed in place; ahead: see `StepRows.sample_ahead`."""
         sampled: Sampled | None = None
         token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         if self._tp.rank == 0:

@@ -32,8 +32,9 @@ from novainfer.mode import Mode
 from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.checkpoint import find_checkpoint
-from workers.decode_graphs import Rank, cuda_recorder, decode_once, is_out_of_memory, kept_bytes
+from workers.decode_graphs import decode_once, kept_bytes
 from workers.fingerprint import checksum_of, fingerprint
+from workers.graphs import Rank, cuda_recorder, is_out_of_memory
 from workers.kv_cache import (
     CacheSize,
     KVCache,
@@ -51,6 +52,7 @@ from workers.models.base import CausalLM
 from workers.models.loader import load_model
 from workers.null_runner import null_runner
 from workers.request_states import RequestStates, RowLimits
+from workers.step_graphs import step_graph_bytes
 from workers.step_tokens import step_tokens
 from workers.tensor_parallel import TensorParallel
 from workers.weight_ahead import weight_folder
@@ -215,7 +217,7 @@ def choose_kernels(config: ParallelConfig, device: torch.device) -> KernelBacken
 
 
 def has_graphs(config: ServeConfig, model: CausalLM, device: torch.device) -> bool:
-    """Whether steps that only decode become CUDA graphs."""
+    """Whether steps become CUDA graphs."""
     return device.type == "cuda" and model.is_static and not config.parallel.enforce_eager
 
 
@@ -303,7 +305,10 @@ def _work_space(
     sampling_bytes = _SAMPLING_COPIES * 4 * rows * model.spec.vocab_size
     needed = prompt_bytes + max(sampling_bytes, decode_bytes) + states.token_ids.nbytes + states.block_table.nbytes
     if has_graphs(config, model, device):  # they have memory of their own
-        needed += decode_bytes + kept_bytes(rows, model.spec.num_layers, states.block_table.shape[1])
+        spec = model.spec
+        needed += max(decode_bytes, prompt_bytes)
+        needed += kept_bytes(rows, spec.num_layers, states.block_table.shape[1])
+        needed += step_graph_bytes(step, spec.num_layers, spec.hidden_size * spec.dtype.itemsize)
     return needed
 
 

@@ -19,9 +19,11 @@ from kernels.triton_launch import INTERPRETED, next_power_of_2
 from kernels.triton_tuning import attention_features, launch_options
 
 # Below 64 rows Triton uses the tensor core instruction of decode's 16 rows, so both give the same bits; from 64
-# rows on, Hopper's wgmma is faster and may round differently.
+# rows on, Hopper's wgmma is faster and may round differently. Then nothing needs decode's chunks either, at whose ends
+# no tile is on its way.
 _EXACT_ROWS = 32
-_FAST_ROWS = 64
+_FAST_ROWS, _FAST_ROWS_OF_SMALL_HEADS = 64, 128
+_WHOLE = 2**20  # a chunk that no context is longer than
 
 
 @triton.jit
@@ -144,8 +146,8 @@ def prefill_attention(
     out: Tensor,
     exact: bool,
 ) -> None:
-    """Attention of all rows after the first `metadata.num_decodes` of query [T, H, D], into the same rows of out
-    [T, H, D].
+    """Attention of the rows of query [T, H, D] whose sequences are not among the first `metadata.num_decodes`, into the
+    same rows of out [T, H, D].
 
     `exact` asks for the bits that the decode kernel would give each row.
     """
@@ -154,9 +156,12 @@ def prefill_attention(
     block_table = metadata.block_table[metadata.num_decodes :]
     num_seqs = block_table.shape[0]
     group_padded = next_power_of_2(num_heads // num_kv_heads)
-    rows = max(_EXACT_ROWS if exact else _FAST_ROWS, group_padded)
-    warps = 4 if head_dim <= 128 and query.element_size() == 2 else 8
-    num_tiles = (query.shape[0] - metadata.num_decodes) // (rows // group_padded) + num_seqs
+    is_small = head_dim <= 128 and query.element_size() == 2
+    fast_rows = _FAST_ROWS_OF_SMALL_HEADS if is_small else _FAST_ROWS
+    rows = max(_EXACT_ROWS if exact else fast_rows, group_padded)
+    warps = 4 if is_small and exact else 8
+    most_rows = query.shape[0] - (0 if metadata.has_empty_decodes else metadata.num_decodes)
+    num_tiles = most_rows // (rows // group_padded) + num_seqs
     _prefill_kernel[(num_tiles, num_kv_heads)](
         query,
         *caches,
@@ -182,7 +187,7 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim, 16),
         TILE=tile_tokens(head_dim, query.element_size()),
-        CHUNK=CHUNK,
+        CHUNK=CHUNK if exact else _WHOLE,
         WINDOW=params.sliding_window or 0,
         HAS_SOFT_CAP=params.soft_cap is not None,
         HAS_SINKS=params.sinks is not None,

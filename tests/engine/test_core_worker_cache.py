@@ -20,6 +20,8 @@ from workers import kv_cache, worker
 from workers.decode_graphs import graph_sizes, kept_bytes
 from workers.kv_cache import CacheSize, KVCache, cpu_budget, fit_cache, gpu_budget, peak_bytes
 from workers.models.loader import load_model
+from workers.step_graphs import step_graph_bytes
+from workers.step_tokens import step_tokens
 from workers.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.stage0
@@ -134,7 +136,11 @@ def test_what_steps_need_when_measured_then_prompts_and_decodes_count_and_graphs
     kernels, tp = select_backend(CPU), TensorParallel.single()
     model = load_model(given.model, tp=tp, kernels=kernels, device=CPU)
     assert 4 * 4 * 4 * model.spec.vocab_size < 1_000_000  # what sampling may need is less
-    graphs = 1_000_000 + kept_bytes(4, model.spec.num_layers, 64 // 16) if is_recorded else 0
+    layers, hidden = model.spec.num_layers, model.spec.hidden_size * model.spec.dtype.itemsize
+    kept = kept_bytes(4, layers, 64 // 16) + step_graph_bytes(
+        step_tokens(given.scheduler, model.spec, CPU, torch.get_num_threads()), layers, hidden
+    )
+    graphs = 1_000_000 + kept if is_recorded else 0
     rows = 4 * 4 * (64 + 64 // 16)  # tokens and block tables
     assert worker._work_space(given, model, kernels, tp, CPU) == 5000 + 1_000_000 + rows + graphs
     assert kept_bytes(8, 10, 4) > kept_bytes(4, 10, 4) > kept_bytes(4, 5, 4) > 0

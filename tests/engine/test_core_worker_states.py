@@ -12,7 +12,7 @@ import torch
 from novainfer.errors import EngineError
 from novainfer.protocol.step import NewBlocks, StepPlan
 from tests.builders import CPU, VOCAB_SIZE, PlanWriter, limits, new_row
-from workers.input_batch import InputBatch
+from workers.input_batch import InputBatch, StepRows
 from workers.request_states import RequestStates
 
 pytestmark = pytest.mark.stage0
@@ -28,21 +28,26 @@ def states_with(*rows: Any, **values: int) -> RequestStates:
     return states
 
 
-def run(states: RequestStates, step: StepPlan, token: int) -> InputBatch:
+def built(states: RequestStates, step: StepPlan) -> tuple[StepRows, InputBatch]:
+    rows = StepRows.of(states, step)
+    return rows, InputBatch.build(states, rows)
+
+
+def run(states: RequestStates, step: StepPlan, token: int) -> tuple[StepRows, InputBatch]:
     """What a step does to the rows, with `token` sampled everywhere."""
     states.apply(step)
-    batch = InputBatch.build(states, step)
-    sampled = torch.full((len(batch.sample_rows),), token)
-    states.append(batch.sample_rows, sampled)
-    states.advance(batch.rows, batch.num_new_tokens)
-    return batch
+    rows, batch = built(states, step)
+    sampled = torch.full((len(rows.sample_rows),), token)
+    states.append(rows.sample_rows, sampled)
+    states.advance(rows.rows, rows.num_new_tokens)
+    return rows, batch
 
 
 def test_mixed_plan_when_built_then_batch_has_every_index() -> None:
     prompt = list(range(20))
     states = states_with(new_row(5, prompt, [7, 3]), new_row(2, [40, 41], [9]))
     run(states, plan([2, 5], [2, 3][:2]), 50)
-    batch = InputBatch.build(states, plan([2, 5], [1, 17]))
+    rows, batch = built(states, plan([2, 5], [1, 17]))
     metadata = batch.forward.metadata
     assert batch.input_ids.tolist() == [50, *prompt[3:]]
     assert batch.positions.tolist() == [2, *range(3, 20)]
@@ -51,7 +56,7 @@ def test_mixed_plan_when_built_then_batch_has_every_index() -> None:
     assert metadata.seq_lens.tolist() == [3, 20]
     assert metadata.block_table.tolist() == [[9, 0], [7, 3]]
     assert (metadata.num_decodes, metadata.max_query_len, metadata.max_seq_len) == (1, 17, 20)
-    assert batch.sample_rows.tolist() == [2, 5]
+    assert rows.sample_rows.tolist() == [2, 5]
     kept = batch.forward.kept
     assert kept is not None
     assert kept.index.tolist() == [0, 17]
@@ -64,8 +69,8 @@ def test_mixed_plan_when_built_then_batch_has_every_index() -> None:
 
 def test_unfinished_prompt_when_built_then_only_complete_rows_sample() -> None:
     states = states_with(new_row(0, list(range(9)), [0]), new_row(1, [1, 2, 3], [1]))
-    batch = InputBatch.build(states, plan([0, 1], [5, 3]))
-    assert batch.sample_rows.tolist() == [1]
+    rows, batch = built(states, plan([0, 1], [5, 3]))
+    assert rows.sample_rows.tolist() == [1]
     kept = batch.forward.kept
     assert kept is not None
     assert kept.index.tolist() == [7]
@@ -75,7 +80,7 @@ def test_unfinished_prompt_when_built_then_only_complete_rows_sample() -> None:
 
 def test_nothing_sampled_when_built_then_no_token_is_kept() -> None:
     states = states_with(new_row(0, list(range(9)), [0]))
-    kept = InputBatch.build(states, plan([0], [5])).forward.kept
+    kept = built(states, plan([0], [5]))[1].forward.kept
     assert kept is not None
     assert kept.index.tolist() == []
     assert (kept.metadata.num_decodes, kept.metadata.max_seq_len) == (0, 0)
@@ -84,13 +89,13 @@ def test_nothing_sampled_when_built_then_no_token_is_kept() -> None:
 def test_decodes_alone_when_built_then_all_tokens_are_kept() -> None:
     states = states_with(new_row(0, [1, 2, 3], [4]))
     run(states, plan([0], [3]), 33)
-    assert InputBatch.build(states, plan([0], [1])).forward.kept is None
+    assert built(states, plan([0], [1]))[1].forward.kept is None
 
 
 def test_sampled_token_when_next_step_is_built_then_it_is_read_from_the_row() -> None:
     states = states_with(new_row(0, [1, 2, 3], [4]))
     run(states, plan([0], [3]), 33)
-    batch = run(states, plan([0], [1]), 34)
+    _, batch = run(states, plan([0], [1]), 34)
     assert batch.input_ids.tolist() == [33]
     assert states.token_ids[0, :5].tolist() == [1, 2, 3, 33, 34]
     assert states.output_len(np.array([0])).tolist() == [2]
@@ -98,7 +103,7 @@ def test_sampled_token_when_next_step_is_built_then_it_is_read_from_the_row() ->
 
 def test_resumed_row_when_taken_then_output_continues_after_the_boundary() -> None:
     states = states_with(new_row(3, [1, 2, 3, 4, 5], [0], prompt_len=2, num_computed_tokens=4))
-    batch = InputBatch.build(states, plan([3], [1]))
+    _, batch = built(states, plan([3], [1]))
     assert batch.input_ids.tolist() == [5]
     assert batch.forward.metadata.seq_lens.tolist() == [5]
     assert states.output_len(np.array([3])).tolist() == [3]
@@ -131,7 +136,7 @@ def test_freed_row_when_taken_again_then_nothing_of_the_former_owner_is_left() -
 
 def test_prompt_logprobs_when_chunked_then_spans_tile_the_prompt_after_its_first_token() -> None:
     states = states_with(new_row(0, list(range(10)), [0], prompt_logprobs=2))
-    spans = [run(states, plan([0], [count]), 1).prompt_spans for count in (4, 5, 1, 1)]
+    spans = [run(states, plan([0], [count]), 1)[0].prompt_spans for count in (4, 5, 1, 1)]
     assert [(s.start, s.count, s.first_hidden, s.num_top) for chunk in spans for s in chunk] == [
         (1, 4, 0, 2),
         (5, 5, 0, 2),
@@ -140,7 +145,7 @@ def test_prompt_logprobs_when_chunked_then_spans_tile_the_prompt_after_its_first
 
 def test_prompt_logprobs_when_prefix_is_cached_then_entries_start_after_it() -> None:
     states = states_with(new_row(0, list(range(20)), [0, 1], prompt_logprobs=0, num_computed_tokens=16))
-    (span,) = InputBatch.build(states, plan([0], [4])).prompt_spans
+    (span,) = StepRows.of(states, plan([0], [4])).prompt_spans
     assert (span.start, span.count) == (17, 3)
 
 
@@ -201,5 +206,5 @@ def test_writer_when_rows_grow_then_every_plan_is_accepted() -> None:
     writer.add(1, [1] * 15)
     writer.add(0, [2])
     for step in (writer.plan({1: 15, 0: 1}), writer.plan({1: 1, 0: 1}), replace(writer.plan({0: 1, 1: 1}), epoch=7)):
-        assert run(states, step, 5).sample_rows.tolist() == step.rows
+        assert run(states, step, 5)[0].sample_rows.tolist() == step.rows
     assert states.num_row_blocks[:2].tolist() == [1, 2]

@@ -159,6 +159,14 @@ def draw_circumstance(rng: random.Random) -> Circumstance:
     )
 
 
+def _executor(config: ServeConfig) -> LocalExecutor:
+    """Fresh workers; on a GPU those of several sequences run by graphs, as after a while in a server."""
+    executor = LocalExecutor(config)
+    if config.scheduler.max_num_seqs > 1:
+        executor.record_graphs()
+    return executor
+
+
 class Runner:
     """Requests through scheduler and workers in this process; `model` is a folder or 'demo'."""
 
@@ -181,7 +189,7 @@ class Runner:
     def run(self, requests: Sequence[AddRequest], how: Circumstance, rng: random.Random) -> tuple[Answers, EngineCore]:
         """Run all to their ends; answers of resumed requests begin after what was emitted."""
         config = how.config(*self._types)
-        engine = EngineCore(LocalExecutor(config), config)
+        engine = EngineCore(_executor(config), config)
         return self.drive(engine, requests, how, rng), engine
 
     def drive(
@@ -199,7 +207,7 @@ class Runner:
             if loss_steps and step >= loss_steps[0]:
                 loss_steps.pop(0)
                 _record(answers, engine.lose_workers(faulted=False), [])
-                _record(answers, engine.attach_workers(LocalExecutor(config)), [])
+                _record(answers, engine.attach_workers(_executor(config)), [])
                 continue
             outputs = engine.collect(None)
             if outputs is not None:

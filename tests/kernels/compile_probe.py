@@ -31,7 +31,7 @@ from kernels.paged_attention import triton_decode
 from kernels.triton_backend import TritonBackend
 from tests.kernels.builders import sampling_tensors
 
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 _SHARED_BYTES = 227 * 1024  # of a program at most
 _POINTERS = {
     torch.float32: "*fp32",

@@ -148,6 +148,31 @@ def test_padding_rows_of_length_zero_become_zero(triton_backend: KernelBackend, 
     assert torch.equal(out[1], torch.zeros_like(out[1]))
 
 
+def test_decodes_without_a_token_before_prompts_change_no_bit(
+    triton_backend: KernelBackend, device: torch.device
+) -> None:
+    context = Context([300, 17, 40], Heads(group=2, kv=1), device)
+    query, metadata = context.step([(0, 299, 300), (1, 0, 17), (2, 31, 40)], 1)
+    caches = context.caches(triton_backend)
+    wanted = triton_backend.paged_attention(query, *caches, metadata, PLAIN)
+    # Places for 20 decodes, of which one has a token; two prompts, and a place for a third.
+    places = torch.tensor([0, *[1] * 19, 1, 2, 0], device=device)
+    is_used = torch.tensor([1, *[0] * 19, 1, 1, 0], dtype=torch.int32, device=device)
+    starts = metadata.query_start_loc.tolist()
+    padded = replace(
+        metadata,
+        query_start_loc=torch.tensor([0, *[1] * 20, *starts[2:], starts[-1]], dtype=torch.int32, device=device),
+        seq_lens=metadata.seq_lens[places] * is_used,
+        block_table=metadata.block_table[places],
+        num_decodes=20,
+        has_empty_decodes=True,
+    )
+    more = torch.cat([query, torch.full_like(query[:6], float("nan"))])
+    out = torch.full_like(more, float("nan"))
+    triton_backend.paged_attention(more, *caches, padded, PLAIN, out)
+    assert torch.equal(out[: len(query)], wanted)
+
+
 def test_strided_query_and_output_are_read_and_written_in_place(
     triton_backend: KernelBackend, device: torch.device
 ) -> None:
