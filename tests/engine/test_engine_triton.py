@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="Triton compiles for a GPU here; the interpreter is what runs on a CPU"),
 ]
 
-SMALL = {"device": "cpu", "num_blocks": 64, "max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+SMALL = {"device": "cpu", "num_blocks": 64, "max_model_len": 256, "max_num_batched_tokens": 32, "max_num_seqs": 4}
 QUESTIONS = ("Hi", "Hello!")
 PARAMS = (SamplingParams(temperature=0.0, max_tokens=2), SamplingParams(temperature=1.0, seed=3, max_tokens=2))
 VARIANTS: list[dict[str, Any]] = [{"deterministic": True}, {"quantization": "int4"}]
