@@ -156,7 +156,9 @@ class TritonBackend:
             checks.check_dtype("sinks", params.sinks, torch.float32)
             checks.check_last_dim_contiguous("sinks", params.sinks)
         if out is None:
-            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            # Rows of nobody stand among the others then, and what lies there may be of any size.
+            new = torch.zeros if metadata.has_empty_decodes else torch.empty
+            out = new(query.shape, dtype=query.dtype, device=query.device)
         checks.check_shape("out", out, list(query.shape))
         checks.check_last_dim_contiguous("out", out)
         if metadata.num_decodes:
