@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from novainfer.config import ServeConfig
 from novainfer.executor.base import Executor
@@ -15,9 +15,18 @@ from novainfer.scheduler.scheduler import Scheduler
 class EngineCore:
     """`submit` keeps up to `steps_in_flight` plans with the workers, `collect` applies the oldest result."""
 
-    def __init__(self, executor: Executor, config: ServeConfig, held: Sequence[IndexedBlock] = ()) -> None:
-        """`held`: what the workers' KV blocks hold already, in another scheduler's account."""
+    def __init__(
+        self,
+        executor: Executor,
+        config: ServeConfig,
+        held: Sequence[IndexedBlock] = (),
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`held`: what the workers' KV blocks hold already, in another scheduler's account. `clock`: in seconds, where
+        the owner does not tell the scheduler the time himself.
+        """
         self._executor = executor
+        self._clock = clock
         self._steps_in_flight = config.scheduler.steps_in_flight
         weights = {key.tenant: key.weight for key in config.keys}
         self.scheduler = Scheduler(executor.info, config.scheduler, config.cache, weights)
@@ -48,6 +57,7 @@ class EngineCore:
     def submit(self) -> int:
         """Submit plans until enough are in flight or nothing can be scheduled; returns how many."""
         count = 0
+        self._look_at_the_clock()
         while self.scheduler.num_in_flight < self._steps_in_flight:
             plan = self.scheduler.schedule()
             if plan is None:
@@ -61,4 +71,9 @@ class EngineCore:
         if self.scheduler.num_in_flight == 0:
             return None
         result = self._executor.collect(timeout)
+        self._look_at_the_clock()
         return None if result is None else self.scheduler.update(result)
+
+    def _look_at_the_clock(self) -> None:
+        if self._clock is not None:
+            self.scheduler.now = self._clock()

@@ -66,7 +66,7 @@ class LLM:
         self.tokenizer.check_fits(vocab_size(folder))
         use_ray = executor == "ray" or self.config.parallel.tensor_parallel_size > 1
         self._executor = _ray_executor(self.config) if use_ray else _local_executor(self.config)
-        self._engine = EngineCore(self._executor, self.config)
+        self._engine = EngineCore(self._executor, self.config, clock=time.monotonic)
         num_ids = self._executor.info.vocab_size  # an id beyond it is never sampled
         self._eos_token_ids = [i for i in self.tokenizer.eos_token_ids if i < num_ids]
         self._live: dict[str, _Live] = {}

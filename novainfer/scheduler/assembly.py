@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Set
 
 from novainfer.scheduler.batch import StepBatch
+from novainfer.scheduler.drafts import DraftPace, look_period
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.pace import StepPace
@@ -50,6 +51,7 @@ class StepAssembly:
         self._step = step
         self._may_have_chunks = True  # False: every row on its way has but one token to compute
         self._draft_cost: float | None = None  # what one more token adds to this step, over the time of each of its
+        self._look_period = 1  # see `drafts`; belongs to that cost
         self._drafts_left = _MOST_DRAFTS
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
@@ -135,7 +137,8 @@ class StepAssembly:
             computed = sequence.num_computed_tokens
             if (computed % block_size == 0 or sequence.num_ahead) and not self._placement.grow(sequence, batch, order):
                 continue
-            if sequence.drafts is not None and (most := self._drafts(sequence, chosen)):
+            drafts = sequence.drafts
+            if drafts is not None and self._looks(drafts, chosen) and (most := self._drafts(sequence, drafts)):
                 batch.allow_drafts(sequence, most, len(batch.decodes) + len(added))
             add(sequence)
             sequence.num_computed_tokens = computed + 1
@@ -155,13 +158,19 @@ class StepAssembly:
         for name, count in tenants.items():
             self._shares.charge(name, 2 * count - once[name])
 
-    def _drafts(self, sequence: Sequence, decodes: list[Sequence]) -> int:
-        """The most drafts that one of these decodes may have, behind its next token."""
-        drafts, room = sequence.drafts, min(self.batch.budget - self._rows.num_rows, self._drafts_left)
-        if drafts is None or room <= 0:
-            return 0
+    def _looks(self, drafts: DraftPace, decodes: list[Sequence]) -> bool:
+        """Whether one of these decodes may have drafts in this step."""
         if self._draft_cost is None:
-            self._draft_cost = self._pace.cost_of_token(len(decodes), sum(s.num_computed_tokens for s in decodes))
+            context = sum(s.num_computed_tokens for s in decodes)
+            self._draft_cost = self._pace.cost_of_token(len(decodes), context)
+            self._look_period = look_period(len(decodes), self._pace.step_seconds(len(decodes), context))
+        return drafts.looks(self._step, self._look_period)
+
+    def _drafts(self, sequence: Sequence, drafts: DraftPace) -> int:
+        """The most drafts that this decode, which looks, may have, behind its next token."""
+        room = min(self.batch.budget - self._rows.num_rows, self._drafts_left)
+        if room <= 0 or self._draft_cost is None:
+            return 0
         left = sequence.end_len - sequence.num_tokens - sequence.num_ahead - 1  # one token is sampled in any case
         wanted = min(drafts.wanted(self._draft_cost), left, room)
         found = max(self._placement.room_for_drafts(sequence, wanted, self.batch), 0) if wanted > 0 else 0

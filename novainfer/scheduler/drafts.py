@@ -12,8 +12,25 @@ from dataclasses import dataclass
 MAX_DRAFTS = 15  # with the token before them two passes of the CPU kernels over the weights
 _MEMORY = 0.9  # of what earlier drafts came to, after each new one
 _LONGEST_PAUSE = 64  # steps
+# After so many looks in vain a row looks in every second step only, after twice as many in every fourth, and so on,
+# until looks take no more than this share of the time. Rows that look in the same steps leave all others undisturbed.
+_VAIN_LOOKS = 2
+_LOOKS_SHARE = 0.02
+_LONGEST_PERIOD = 32
+# Of scheduler and ranks, for a step in which some row looks, and for each that does; measured on a slow core.
+_LOOK_SECONDS, _ROW_SECONDS = 100e-6, 10e-6
 _LEAST_HITS, _MOST_HITS = 0.05, 0.98
 _DEAR = 0.9  # a draft that costs so much of a token's time cannot pay
+
+
+def look_period(num_rows: int, step_seconds: float) -> int:
+    """How seldom so many rows may have to look once they did so in vain, by the time that a step takes: a power of two
+    of steps. 1 while that is unknown: 0.
+    """
+    if not step_seconds:
+        return 1
+    least = (_LOOK_SECONDS + num_rows * _ROW_SECONDS) / (_LOOKS_SHARE * step_seconds)
+    return min(1 << math.ceil(math.log2(max(least, 1.0))), _LONGEST_PERIOD)
 
 
 @dataclass(slots=True)
@@ -24,6 +41,11 @@ class DraftPace:
     trials: float = 2.0  # those, and the first of each row that did not
     pause: int = 0  # steps without drafts after the last ones, none of which came true
     left: int = 0  # of them
+    vain: int = 2 * _VAIN_LOOKS  # looks since drafts last came true one after another: at first in every fourth step
+
+    def looks(self, step: int, longest_period: int) -> bool:
+        """Whether it may have drafts in this step at all. longest_period: see `look_period`."""
+        return not step % min(1 << self.vain // _VAIN_LOOKS, longest_period)
 
     def wanted(self, cost: float) -> int:
         """Drafts for the next step. cost: the time that one adds to it, over the time of each token that it yields."""
@@ -38,9 +60,11 @@ class DraftPace:
         return min(max(count, 1), MAX_DRAFTS)  # one now and then, to see whether the text repeats itself by now
 
     def observe(self, drafted: int, true: int) -> None:
-        """Of so many drafts so many came true."""
+        """Of so many drafts so many came true. To look is not free either, least of all where a step is short."""
         if not drafted:
+            self.vain += 1
             return
+        self.vain = 0 if true > 1 else self.vain
         self.hits = self.hits * _MEMORY + true
         self.trials = self.trials * _MEMORY + true + (true < drafted)
         self.pause = 0 if true else min(2 * self.pause + 1, _LONGEST_PAUSE)

@@ -10,6 +10,7 @@ UNDISTURBED_SECONDS = 0.02
 _KEPT = 0.99  # of what earlier steps said, after each step
 _RIDGE = 1e-3
 _MIN_STEPS = 20
+_LEARNT_EVERY = 8  # steps: to solve takes longer than to note down
 _UNKNOWN_COST = 0.3  # of one more token, before anything was measured
 _CONTEXT_UNIT = 1000.0  # tokens; keeps the numbers of one size
 _TOKEN_UNIT = 100.0
@@ -33,7 +34,8 @@ class StepPace:
             for j in range(3):
                 row[j] = row[j] * _KEPT + x[i] * x[j] + (_RIDGE * (1 - _KEPT) if i == j else 0.0)
         self._num_steps += 1
-        self._weights = None
+        if self._num_steps % _LEARNT_EVERY == 0 or self._num_steps <= _MIN_STEPS:
+            self._weights = None
 
     def rows_allowed(self, base: Sequence[int], others: Sequence[int]) -> int:
         """How many of `others` a step with the rows `base` may hold too; each row is given by its context in tokens."""
@@ -50,6 +52,10 @@ class StepPace:
     def is_long(self, num_tokens: int, context: int) -> bool:
         """Whether such a step disturbs who waits for its end."""
         return self._num_steps >= _MIN_STEPS and self._predict(num_tokens, context) > UNDISTURBED_SECONDS
+
+    def step_seconds(self, num_tokens: int, context: int) -> float:
+        """Of such a step; 0: not known yet."""
+        return self._predict(num_tokens, context) if self._num_steps >= _MIN_STEPS else 0.0
 
     def cost_of_token(self, num_tokens: int, context: int) -> float:
         """What one more token adds to such a step, over the time of each of its tokens."""

@@ -65,7 +65,7 @@ class Scheduler:
         self.timing = Timing()
         self._load = LoadMeter()
         self._pace = StepPace()
-        self._now: float | None = None  # of this turn, where the caller says
+        self.now: float | None = None  # of this turn, where the caller says
         self._last_result = 0.0  # when it came
         self._num_live = 0  # sequences that have not ended: running, waiting, or held back as followers
         self._in_flight: deque[StepRecord] = deque()
@@ -160,7 +160,7 @@ class Scheduler:
 
     def expire(self, now: float) -> list[TokenOutput]:
         """Let the time become `now`, once a turn: end every request whose deadline has passed."""
-        self._now = now
+        self.now = now
         self._load.tick(now, busy=bool(self._in_flight))
         outputs = []
         for request in self._deadlines.passed(now, self.requests):
@@ -254,10 +254,10 @@ class Scheduler:
         if batch.is_empty:
             return None
         self._step += 1
-        record = batch.record(self._step, self._now)
+        record = batch.record(self._step, self.now)
         self._in_flight.append(record)
         self._rows.cohort.let_end(self._step)
-        self.timing.begin(batch.prompts, self._now)
+        self.timing.begin(batch.prompts, self.now)
         for sequence in batch.prompts:
             sequence.last_step = self._step
             self._not_begun.pop(sequence.request_id, None)
@@ -304,11 +304,11 @@ class Scheduler:
 
     def _measure(self, record: StepRecord, num_drafted: int) -> None:
         """How long the step took: from the result before it, or from its submission to idle workers."""
-        if self._now is None or record.submitted is None:
+        if self.now is None or record.submitted is None:
             return
-        self.timing.first_tokens(record.begun, self._now)
-        seconds = self._now - max(self._last_result, record.submitted)
-        self._last_result = self._now
+        self.timing.first_tokens(record.begun, self.now)
+        seconds = self.now - max(self._last_result, record.submitted)
+        self._last_result = self.now
         if seconds > 0:
             self._pace.observe(seconds, record.num_tokens + num_drafted, record.context)
 
@@ -366,7 +366,7 @@ class Scheduler:
         if reason in (FINISH_STOP, FINISH_LENGTH) and sequence.work:
             bound = (sequence.request.prompt_len if sequence.choice == 0 else 0) + 2 * sequence.request.max_tokens
             self._load.ended(sequence.work, bound)
-            self.timing.end(sequence, self._now)
+            self.timing.end(sequence, self.now)
         sequence.finished = True
         self._isolation.leave(sequence)
         self._num_live -= 1

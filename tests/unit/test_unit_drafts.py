@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from novainfer.protocol.step import StepPlan
-from novainfer.scheduler.drafts import MAX_DRAFTS, DraftPace
+from novainfer.scheduler.drafts import MAX_DRAFTS, DraftPace, look_period
 from tests.builders import CPU, limits, new_row
 from workers.drafts import NOT_FINITE, true_places
 from workers.request_states import RequestStates
@@ -70,3 +70,30 @@ def test_given_drafts_that_never_come_true_when_asked_then_they_become_rare() ->
         drafted += wanted
         pace.observe(wanted, 0)
     assert 10 < drafted < 60
+
+
+def test_given_looks_in_vain_when_a_step_is_short_then_they_become_rare_until_a_run_of_drafts_comes_true() -> None:
+    pace = DraftPace()
+    looks = []
+    for step in range(1, 129):
+        if pace.looks(step, longest_period=16):
+            looks.append(step)
+            pace.observe(0, 0)
+    assert looks[:3] == [4, 8, 16]
+    assert looks[-2:] == [112, 128]
+    pace.observe(3, 1)
+    assert not pace.looks(129, longest_period=16)
+    pace.observe(3, 2)
+    assert [pace.looks(step, longest_period=16) for step in (129, 130)] == [True, True]
+
+
+def test_given_looks_in_vain_when_a_step_is_long_then_each_looks_again() -> None:
+    assert look_period(4, 0.03) == 1
+    assert look_period(4, 0.0) == 1  # not known
+    assert look_period(1, 0.001) == 8
+    assert look_period(16, 0.001) == 16
+    assert look_period(16, 1e-6) == 32
+    pace = DraftPace()
+    for step in range(20):
+        assert pace.looks(step, longest_period=1)
+        pace.observe(0, 0)
