@@ -19,7 +19,7 @@ from bench.report import percentile
 from novainfer import LLM, SamplingParams
 from novainfer.protocol.step import StepPlan
 
-FIRST_KERNEL, LAST_KERNEL = "_inputs_kernel", "_append_kernel"  # of each step that is recorded as graphs
+FIRST_KERNEL, LAST_KERNEL = "_inputs_kernel", "_append_kernel"  # of each decode that is recorded as graphs
 _AUTOGRAD: Any = torch.autograd
 _WARM_UP_STEPS = 16  # under the profiler before those that count: its start has stopped the device
 

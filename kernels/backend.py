@@ -37,7 +37,7 @@ class AttentionMetadata:
     num_decodes: int  # the first num_decodes sequences have exactly one query token
     max_query_len: int
     max_seq_len: int  # none is longer
-    has_empty_decodes: bool = False  # of those, any of length 0 has none: rows of prompts may begin before num_decodes
+    has_empty_decodes: bool = False  # those of length 0 have none; rows of prompts may then begin before
     # What a backend has found out about all of this, for the other layers of the step, by keys of its own.
     derived: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
 

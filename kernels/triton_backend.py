@@ -139,10 +139,10 @@ class TritonBackend:
         params: AttentionParams,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention [T, H, D]: the decode kernel for the first num_decodes rows, the prefill kernel for the
+        """Causal attention [T, H, D]: the decode kernel for the first num_decodes sequences, the prefill kernel for the
         rest.
 
-        Query rows beyond query_start_loc[-1] are left as they were.
+        Query rows beyond query_start_loc[-1] are left as they were; zeros with has_empty_decodes and without `out`.
         """
         checks.check_shape("query", query, [None, None, None])
         checks.check_dtype("query", query, *checks.ACTIVATION_DTYPES)

@@ -1,8 +1,8 @@
 """Steps that are recorded as CUDA graphs: what makes them, and which of them there are.
 
-Recording takes a moment, so a server starts without graphs: one is recorded when nothing runs, the largest first, whose
-memory the others share, or once it would have been used often. With several ranks only the latter, since all ranks
-have to do the same in the same step.
+Recording takes a moment, so a server starts without graphs: one is recorded when nothing runs, of each kind the largest
+first, whose memory the others share, or once it would have been used often. With several ranks only the latter, since
+all ranks have to do the same in the same step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class GraphSet(Generic[G]):
         self._is_full = False
 
     def find(self, number: int, most: int | None = None) -> G | None:
-        """The smallest for so many, or more, at most `most`; None: there is none, or none yet."""
+        """The smallest for so many, or more, at most `most`; None: there is none, or none yet.
+
+        One that was missed often is recorded now.
+        """
         place = bisect.bisect_left(self.sizes, number)
         if place == len(self.sizes):
             return None
@@ -88,7 +91,9 @@ class GraphSet(Generic[G]):
             if self._tp.world_size > 1 or not is_out_of_memory(error):
                 raise
             self._is_full = True
-            _log.warning("no memory for CUDA graphs of %s beyond %s: %s", self._what, sorted(self._graphs), error)
+            _log.warning(
+                "no memory for CUDA graphs of %s beyond %s: %s", self._what, sorted(self._graphs) or "none", error
+            )
             return
         _log.info("steps of up to %d %s are a CUDA graph now", size, self._what)
 

@@ -26,7 +26,7 @@ class LocalExecutor:
         place = RankPlace(rank=0, world_size=1, epoch=epoch, meeting_point="")
         self._worker: Worker | None = Worker.build(config, place, progress)
         self._worker.take_cache_memory(config)
-        self._worker.runner.use_idle_time()  # the largest graph, which serves steps of all sizes
+        self._worker.runner.use_idle_time()  # the largest graph of decodes, which serves any number of them
         self._info = self._worker.info
         self._plans: deque[StepPlan] = deque()
         self._launched: deque[Pending] = deque()

@@ -36,11 +36,6 @@ class TokenStep:
         self._parts = [self.size, self.size, num_seqs, num_seqs, num_seqs + 1]
         self._places = to_device(self._packed(None), rank.states.device)
 
-    def fits(self, step: StepRows) -> bool:
-        """Whether there are places for all of its sequences."""
-        counts = np.diff(step.query_start_loc)
-        return int((counts > 1).sum()) <= self.num_prompts and len(step.positions) <= self.size
-
     def place(self, step: StepRows) -> None:
         """The next call is for this step."""
         self._places.copy_(to_device(self._packed(step), self._places.device), non_blocking=True)
@@ -101,11 +96,11 @@ class StepGraphs:
 
     def run(self, step: StepRows) -> Tensor | None:
         """Hidden states [T, hidden size]; None if no graph is there for such a step."""
-        if step.sample_ahead is not None:
-            return None
         num_tokens = len(step.positions)
+        if int((np.diff(step.query_start_loc) > 1).sum()) > _MOST_PROMPTS:
+            return None
         found = self._graphs.find(num_tokens, most=2 * num_tokens + self._graphs.sizes[0])
-        if found is None or not found[0].fits(step):
+        if found is None:
             return None
         token_step, forward = found
         token_step.place(step)
@@ -125,6 +120,13 @@ class StepGraphs:
             self._hidden = torch.zeros(sizes, dtype=spec.dtype, device=self._rank.states.device)
         step = TokenStep(self._rank, self._hidden[:size])
         return step, self._record(step.forward)
+
+
+@torch.inference_mode()
+def step_once(rank: Rank) -> None:
+    """What the largest graph does, for no tokens: to see what memory that takes."""
+    spec, size = rank.model.spec, token_sizes(rank.states.limits.max_num_batched_tokens)[-1]
+    TokenStep(rank, torch.zeros(size, spec.hidden_size, dtype=spec.dtype, device=rank.states.device)).forward()
 
 
 def token_sizes(most_tokens: int) -> list[int]:

@@ -52,7 +52,7 @@ from workers.models.base import CausalLM
 from workers.models.loader import load_model
 from workers.null_runner import null_runner
 from workers.request_states import RequestStates, RowLimits
-from workers.step_graphs import step_graph_bytes
+from workers.step_graphs import step_graph_bytes, step_once
 from workers.step_tokens import step_tokens
 from workers.tensor_parallel import TensorParallel
 from workers.weight_ahead import weight_folder
@@ -298,15 +298,15 @@ def _work_space(
     states = RequestStates(_limits(config, model, probe, step), device)
     runner = ModelRunner(model, kernels, tp, states, cache)
     prompt_bytes = peak_bytes(device, lambda: _run_dummy(runner, [0] * num_tokens, _WARM_UP_PARAMS))
-    decode_bytes = 0  # of a model whose steps the host has to watch: they are no graphs
-    if model.is_static:
+    decode_bytes, rank = 0, Rank(model, kernels, tp, states, cache)
+    if model.is_static:  # else the host has to watch its steps: they are no graphs
         # Contexts may be as long as they can be: so are the partial results of decode attention.
-        decode_bytes = peak_bytes(device, lambda: decode_once(Rank(model, kernels, tp, states, cache)))
+        decode_bytes = peak_bytes(device, lambda: decode_once(rank))
     sampling_bytes = _SAMPLING_COPIES * 4 * rows * model.spec.vocab_size
     needed = prompt_bytes + max(sampling_bytes, decode_bytes) + states.token_ids.nbytes + states.block_table.nbytes
     if has_graphs(config, model, device):  # they have memory of their own
         spec = model.spec
-        needed += max(decode_bytes, prompt_bytes)
+        needed += max(decode_bytes, peak_bytes(device, lambda: step_once(rank)))
         needed += kept_bytes(rows, spec.num_layers, states.block_table.shape[1])
         needed += step_graph_bytes(step, spec.num_layers, spec.hidden_size * spec.dtype.itemsize)
     return needed

@@ -3,7 +3,8 @@
 
 A program takes a tile of neighbouring queries of one sequence and one key/value head; a row of its matrix products
 is one (query token, query head of the group). It visits the chunks and tiles of the context that any of its rows
-can see, in order, with the decode kernel's arithmetic (see `triton_chunk`).
+can see, in order, with the decode kernel's arithmetic (see `triton_chunk`), if it shall have decode's bits; else the
+context is one chunk, and tiles have more rows.
 """
 
 from __future__ import annotations

@@ -171,6 +171,9 @@ def test_decodes_without_a_token_before_prompts_change_no_bit(
     out = torch.full_like(more, float("nan"))
     triton_backend.paged_attention(more, *caches, padded, PLAIN, out)
     assert torch.equal(out[: len(query)], wanted)
+    new = triton_backend.paged_attention(more, *caches, padded, PLAIN)  # with tokens that are nobody's behind
+    assert torch.equal(new[: len(query)], wanted)
+    assert torch.equal(new[len(query) :], torch.zeros_like(new[len(query) :]))
 
 
 def test_strided_query_and_output_are_read_and_written_in_place(
