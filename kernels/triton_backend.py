@@ -197,6 +197,8 @@ class TritonBackend:
             raise ValueError(f"{all_heads} heads are not {given.num_heads} of queries and as many keys as values")
         _check_caches(heads, given.key_cache, given.value_cache)
         kv_heads = (all_heads - given.num_heads) // 2
+        if given.num_heads % kv_heads:
+            raise ValueError(f"{given.num_heads} query heads do not divide into {kv_heads} key/value heads")
         checks.check_shape("key_cache", given.key_cache, [None, kv_heads, None, head_dim])
         checks.check_rotary(heads, heads, given.positions, given.cos_sin)
         checks.check_shape("slot_mapping", given.slot_mapping, [num_tokens])

@@ -151,7 +151,8 @@ def fit_cache(
 def _work_space_hint(work_space: int) -> str:
     if not work_space:
         return ""
-    words = "are left free for steps of the largest size, less with a lower --max-num-seqs or --enforce-eager"
+    lower = "a lower --max-num-seqs or --max-num-batched-tokens, or --enforce-eager"
+    words = f"are left free for steps of the largest size, less with {lower}"
     return f" ({work_space / MIB:.0f} MiB of it {words})"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,13 @@ class PromptResult:
     span: PromptSpan
     logprobs: LogprobTensors
     is_bad: Tensor  # [] bool: some logits were not finite
+
+
+class Graphs(NamedTuple):
+    """Those of steps that only decode, and those of others."""
+
+    decodes: DecodeGraphs
+    steps: StepGraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +98,10 @@ class ModelRunner:
         self._kernels = kernels
         self._sampler = Sampler(kernels)
         self._copies = HostCopies(states.device)
-        self._graphs: tuple[DecodeGraphs, StepGraphs] | None = None
+        self._graphs: Graphs | None = None
         if record is not None:
             rank = Rank(model, kernels, tp, states, cache)
-            self._graphs = DecodeGraphs(rank, record), StepGraphs(rank, record)
+            self._graphs = Graphs(DecodeGraphs(rank, record), StepGraphs(rank, record))
 
     @property
     def progress(self) -> int:
@@ -126,7 +134,7 @@ class ModelRunner:
         sampled: Sampled | None = None
         prompts: list[PromptResult] = []
         num_drafts = self._find_drafts(plan) if plan.num_drafts else None
-        if self._graphs is not None and (graph := self._graphs[0].take(plan)) is not None:
+        if self._graphs is not None and (graph := self._graphs.decodes.take(plan)) is not None:
             sampled = self._launch_graph(graph, np.array(plan.rows, np.int64))
         elif plan.rows:
             step = StepRows.of(self.states, plan, num_drafts)
@@ -141,7 +149,7 @@ class ModelRunner:
 
     def _forward(self, step: StepRows) -> tuple[Tensor, Tensor]:
         """Hidden states [K, hidden], and which of them the sampled tokens follow: [S] int64."""
-        if self._graphs is not None and (hidden := self._graphs[1].run(step)) is not None:
+        if self._graphs is not None and (hidden := self._graphs.steps.run(step)) is not None:
             return hidden, to_device(step.sample_hidden, hidden.device)
         batch = InputBatch.build(self.states, step)
         hidden = self._model.forward(batch.input_ids, batch.positions, batch.forward, self.cache.layers)

@@ -34,7 +34,7 @@ class TokenStep:
         num_seqs = self.num_decodes + self.num_prompts
         # Of tokens: row (-1: nobody's), position; of sequences: row, length (0: empty), then where each one's begin.
         self._parts = [self.size, self.size, num_seqs, num_seqs, num_seqs + 1]
-        self._places = to_device(self._packed(None), rank.states.device)
+        self._places = to_device(self._packed(None), rank.states.device)  # [sum of parts] int64
 
     def place(self, step: StepRows) -> None:
         """The next call is for this step."""
@@ -91,7 +91,7 @@ class StepGraphs:
         self._rank, self._record = rank, record
         sizes = token_sizes(rank.states.limits.max_num_batched_tokens)
         self._graphs = GraphSet("tokens", sizes, self._make, rank.tp)
-        self._hidden: Tensor | None = None  # of all of them: one step runs at a time
+        self._hidden: Tensor | None = None  # [most tokens, hidden size], of all of them: one step runs at a time
         self.num_launched = 0
 
     def run(self, step: StepRows) -> Tensor | None:

@@ -104,7 +104,7 @@ def _input_kernel(
     # -1 keeps a token out of the cache.
     is_stored = (head >= NUM_HEADS) & (head * 0 + slot >= 0)
     in_half, in_rest = in_half & is_stored, in_rest & is_stored
-    kv_head = (head + NUM_KV_HEADS - NUM_HEADS % NUM_KV_HEADS) % NUM_KV_HEADS
+    kv_head = head % NUM_KV_HEADS  # of which there are a whole number of times as many before it
     at = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
     target = tl.where(is_value, value_cache, key_cache) + at
     _store(target + pairs, first, in_half, FLOAT8)

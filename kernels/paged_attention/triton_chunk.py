@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The arithmetic that the decode and the prefill kernel share, so that both give a query row the same bits.
+"""The arithmetic that the decode and the exact prefill kernel share, so that both give a query row the same bits.
 
 The context is cut into chunks of CHUNK tokens at fixed positions. Inside a chunk an online softmax runs over tiles
 of a fixed size; chunks are merged in order. So the order of operations of a row depends on its position alone:

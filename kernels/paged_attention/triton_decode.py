@@ -236,7 +236,9 @@ def decode_attention(
     params: AttentionParams,
     out: Tensor,
 ) -> None:
-    """Attention of the first `metadata.num_decodes` rows of query [T, H, D], into the same rows of out [T, H, D]."""
+    """Attention of the first `metadata.num_decodes` sequences, whose rows stand first in query [T, H, D], into the same
+    rows of out [T, H, D].
+    """
     num_heads, head_dim = query.shape[1:]
     window = params.sliding_window or 0
     row_bytes = 4 * num_heads * (head_dim + 2) * max_chunks(metadata.max_seq_len, window)

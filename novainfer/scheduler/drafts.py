@@ -64,7 +64,8 @@ class DraftPace:
         if not drafted:
             self.vain += 1
             return
-        self.vain = 0 if true > 1 else self.vain
+        if true > 1:  # one alone is chance
+            self.vain = 0
         self.hits = self.hits * _MEMORY + true
         self.trials = self.trials * _MEMORY + true + (true < drafted)
         self.pause = 0 if true else min(2 * self.pause + 1, _LONGEST_PAUSE)

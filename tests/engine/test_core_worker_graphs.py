@@ -328,7 +328,8 @@ def test_a_prompt_when_only_much_larger_graphs_are_there_then_it_runs_without(
 def test_what_was_never_written_when_tokens_are_nobodys_then_it_is_no_id(
     model: CausalLM, kernels: KernelBackend
 ) -> None:
-    runner, _ = with_graphs(model, kernels, 0)
+    runner, recorder = with_graphs(model, kernels, 0)
     runner.states.token_ids.fill_(2**31 - 1)
-    while runner.use_idle_time():
+    while runner.use_idle_time():  # an embedding of such an id would raise
         pass
+    assert recorder.recorded == EVERY_GRAPH

@@ -92,8 +92,10 @@ def test_steps_that_are_recorded_when_called_then_nothing_in_them_waits_or_comes
 
     model = load(family, tmp_path, triton, **fields)
     assert model.is_static
-    assert make_runner(model, triton, record=record, max_num_seqs=2).use_idle_time()
-    assert len(watched) == 2
+    runner = make_runner(model, triton, record=record, max_num_seqs=1, max_num_batched_tokens=16)
+    while runner.use_idle_time():
+        pass
+    assert len(watched) == 3  # a decode, its sample, and a step of sixteen tokens
     assert min(watched) > 5
 
 

@@ -30,7 +30,7 @@ def answers(num_recorded: int = 0, **options: Any) -> list[list[int]]:
     with LLM("demo", **SMALL, **options) as llm:
         for _ in range(num_recorded):
             executor: Any = llm._executor
-            assert executor._worker.runner._graphs[1].record_next()
+            assert executor._worker.runner._graphs.steps.record_next()
         found = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], list(PARAMS))
     return [answer["token_ids"] for answer in found]
 
