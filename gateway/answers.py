@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from gateway.body_writer import BodyWriter
 from gateway.generation import Generation, PromptState
 from gateway.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
-from gateway.plain_choice import PlainChoice
+from gateway.plain_choice import PlainChoice, Spelling
 from gateway.receipts import Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.slices import Slices, Written, to_json, write_object
 from gateway.sse import DONE, event, json_bytes, json_string
 from gateway.stream_record import StreamRecord
-from gateway.watch import Watch
 from novainfer import __version__
 from novainfer.client.output import ChoiceDelta, ChoiceOutput
+from novainfer.text.tokenizer import Tokenizer
 
 _ascii = json.JSONEncoder(separators=(",", ":")).encode  # on one line for every reader
 FINGERPRINT = f"novainfer-{__version__}"
+
+
+@lru_cache(maxsize=2)  # a gateway has one tokenizer
+def _spelling(tokenizer: Tokenizer) -> Spelling:
+    return Spelling(tokenizer, json_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +77,13 @@ class _Chunks:
         """What follows the last delta takes no time: it has no receipts."""
         return self._receipts is None
 
-    def plain(self, output: ChoiceOutput, writer: BodyWriter, watch: Watch) -> PlainChoice | None:
+    def plain(self, output: ChoiceOutput, writer: BodyWriter) -> PlainChoice | None:
         """The short way for the tokens of a choice that has begun; None if more is told of them than their text."""
         record = self._record
         if record.event_ids or record.continuous_usage or record.token_ids or record.logprobs:
             return None
         head, tail = self._chunk(output.choice, self._fields_of("\0", "null")).encode().split(b"\0")
-        return PlainChoice(output, (head, tail), json_bytes, writer, watch)
+        return PlainChoice(output, (head, tail), _spelling(self._generation.tokenizer), writer)
 
     def _fields_of(self, text: str, logprobs: str) -> str:
         return self._TEXT % (text, logprobs)

@@ -12,6 +12,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.answer_transports import stand_in
+from gateway.body_writer import WatchedFlow
 from gateway.door import Door
 from gateway.errors import ApiError
 from gateway.head_lines import HeadLines
@@ -42,6 +43,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._flow = WatchedFlow(transport)
         self._head = HeadLines()
         self._header_timer: asyncio.TimerHandle | None = None
         self._reads_headers = True
@@ -58,6 +60,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_stall_timer()
         self._leave_door()
         super().connection_lost(exc)
+        self._flow.on_stop()
 
     def data_received(self, data: bytes) -> None:
         if self._is_last:

@@ -18,6 +18,7 @@ from gateway.context import RequestInfo
 from gateway.metrics import CANCELLED, FAILED, FINISHED, GatewayMetrics
 from gateway.plain_choice import PlainChoice
 from gateway.slices import Slices
+from gateway.token_times import TokenTimes
 from novainfer.client.output import (
     ChoiceDelta,
     ChoiceOutput,
@@ -89,7 +90,7 @@ class Generation:
         self.after_prompt = after_prompt
         self.client_gone = False
         self._stream = stream
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._metrics = metrics
         self._info = info
         self._failure: Exception | None = None
@@ -104,8 +105,7 @@ class Generation:
             for c in range(self._n)
         ]
         self.told = [place for prompt in prompts for place in prompt.told or [0] * self._n]
-        self._first_token_at = [0.0] * len(self.outputs)
-        self._last_token_at = [0.0] * len(self.outputs)
+        self._times = TokenTimes(len(self.outputs), info, metrics)
         self._plain: dict[tuple[str, int], PlainChoice] = {}  # by request id and its choice: until the end
         self._watcher: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -130,10 +130,23 @@ class Generation:
         """The same; meanwhile plain tokens go to the sink as they come, without a task that would have to wake up."""
         self._sink = sink
         self._stream.direct = self._pour
+        self._times.begin(self._plain.values())
+        if sink.is_open:
+            self._stream.open_ways()
         try:
             await self._stream.wait()
         finally:
             self._stream.direct = self._sink = None
+            self.dam()
+            self._times.settle(self._plain.values())
+
+    def dam(self) -> None:
+        """Plain tokens that come from now on wait for `take`, until all is as it was before the next wait."""
+        self._stream.close_ways()
+
+    def told_at(self) -> float:
+        """When text was last poured, on the performance counter; 0: never."""
+        return max([plain.written_at for plain in self._plain.values()], default=0.0)
 
     def _pour(self, request_id: str, choice: int, index: int, token_id: int) -> bool:
         """Whether the sink has taken this token."""
@@ -155,6 +168,7 @@ class Generation:
         """While tokens are poured: the one who waits raises it."""
         self._failure = error
         self._stream.direct = None
+        self.dam()
         self.wake()
 
     def _pour_delta(self, sink: Sink, item: TokenOutput) -> None:
@@ -166,9 +180,11 @@ class Generation:
         if output.is_plain:
             plain = sink.plain(output)
             if plain is not None:
-                plain.begin(self._stream, self._last_token_at, self._metrics.between_tokens, self._fail)
+                plain.begin(self._metrics.between_tokens, self._fail)
+                self._times.begin([plain])
                 self._plain[item.request_id, item.choice] = plain
-                self._stream.shorten(item.request_id, item.choice, plain.push)
+                self._stream.shorten(item.request_id, item.choice, plain)
+                plain.is_open = sink.is_open
 
     def wake(self) -> None:
         """End a wait, though nothing may be there."""
@@ -232,12 +248,12 @@ class Generation:
 
         All but the first have one once the first output token has come, unless the request was cancelled before.
         """
-        detokenizer, offset = Detokenizer(self._tokenizer), 0
+        detokenizer, offset = Detokenizer(self.tokenizer), 0
         known = iter(prompt.logprobs)
         for number, token_id in enumerate(prompt.token_ids):
             found = next(known, None) if number else None
-            entry = None if found is None else describe_logprobs(self._tokenizer, found, offset)
-            yield describe_token(self._tokenizer, token_id), offset, entry
+            entry = None if found is None else describe_logprobs(self.tokenizer, found, offset)
+            yield describe_token(self.tokenizer, token_id), offset, entry
             offset += len(detokenizer.feed((token_id,)))
 
     def usage(self) -> dict[str, Any]:
@@ -289,14 +305,12 @@ class Generation:
 
     def figures(self) -> dict[str, int | float]:
         """What can be said of it without its text; times in milliseconds since the request came, 0: there was none."""
-        first = min(filter(None, self._first_token_at), default=self._info.started)
-        last = max(self._last_token_at)
+        self._times.settle(self._plain.values())
         return {
             "prompt_tokens": sum(len(prompt.token_ids) for prompt in self.prompts),
             "cached_tokens": sum(prompt.num_cached_tokens or 0 for prompt in self.prompts),
             "generation_tokens": sum(output.num_tokens for output in self.outputs),
-            "first_token_ms": round(1000 * (first - self._info.started), 1),
-            "last_token_ms": round(1000 * (last - self._info.started), 1) if last else 0,
+            **self._times.figures(),
         }
 
     def _count_end(self) -> None:
@@ -312,9 +326,7 @@ class Generation:
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             generation_tokens=sum(output.num_tokens for output in outputs),
         )
-        for output, first, last in zip(outputs, self._first_token_at, self._last_token_at, strict=True):
-            if output.num_tokens > 1 and first:
-                metrics.time_per_token.observe((last - first) / (output.num_tokens - 1))
+        self._times.ended(outputs)
 
     def _fresh(self, item: TokenOutput | PromptLogprobs) -> ChoiceDelta | None:
         """What of an output was not told before; all of it is applied."""
@@ -346,21 +358,10 @@ class Generation:
         if output.finish_reason is not None:
             return None  # ended by a stop string; this is the engine's answer to our cancel
         delta = output.push(item)
-        self._measure(output.choice, len(delta.token_ids))
+        self._times.came(output.choice, len(delta.token_ids))
         if output.ended_here:
             self._stream.cancel(item.request_id, item.choice)
         return delta
-
-    def _measure(self, choice: int, count: int) -> None:
-        if not count:
-            return
-        now, last = time.perf_counter(), self._last_token_at[choice]
-        self._last_token_at[choice] = now
-        if not last:
-            self._first_token_at[choice] = now
-            self._metrics.first_token.observe(now - self._info.started)
-            return
-        self._metrics.between_tokens.observe((now - last) / count, count)
 
 
 def _parts(item: TokenOutput | PromptLogprobs) -> Iterator[TokenOutput | PromptLogprobs]:

@@ -76,7 +76,7 @@ class Chunks(Protocol):
     def ends_at_once(self) -> bool:
         """Whether what follows the last delta takes no time."""
 
-    def plain(self, output: ChoiceOutput, writer: BodyWriter, watch: Watch) -> PlainChoice | None:
+    def plain(self, output: ChoiceOutput, writer: BodyWriter) -> PlainChoice | None:
         """The short way for the tokens of a choice that has begun; None if more is told of them than their text."""
 
 
@@ -112,6 +112,8 @@ class SseResponse:
         """Run to the end. Raises what went wrong only while nothing was sent."""
         self._generation.watch(receive)
         self._writer = BodyWriter.of(receive)
+        if self._writer is not None:
+            self._writer.on_stop(self._generation.dam)
         data = b""
         try:
             async with self._watched():
@@ -129,9 +131,13 @@ class SseResponse:
             with contextlib.suppress(TimeoutError, OSError):
                 async with self._watched():
                     await self._send(send, event(to_api_error(error).body), more=False)
+        finally:
+            if self._writer is not None:
+                self._writer.on_stop(None)
 
     def _watched(self) -> Watch:
-        self._watch = Watch(KEEP_ALIVE_SECONDS, self._stall_seconds, self._wake)
+        told_at = self._generation.told_at
+        self._watch = Watch(KEEP_ALIVE_SECONDS, self._stall_seconds, self._wake, told_at)
         return self._watch
 
     async def _send_some(self, send: Send) -> bytes:
@@ -175,7 +181,7 @@ class SseResponse:
 
     def plain(self, output: ChoiceOutput) -> PlainChoice | None:
         """See `Sink`."""
-        return None if self._writer is None else self._chunks.plain(output, self._writer, self._watch)
+        return None if self._writer is None else self._chunks.plain(output, self._writer)
 
     async def _wait_for_last(self, send: Send) -> bytes:
         if self._chunks.ends_at_once:

@@ -16,12 +16,20 @@ class Watch:
     `wait_seconds` of a wait `on_wait` is called, again and again; sending for `send_seconds` raises TimeoutError there.
     """
 
-    def __init__(self, wait_seconds: float, send_seconds: float, on_wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        wait_seconds: float,
+        send_seconds: float,
+        on_wait: Callable[[], None],
+        told_at: Callable[[], float] | None = None,
+    ) -> None:
+        """told_at: when the task's client was last told something without it; a wait begins anew then."""
         self.waits_since: float | None = None
         self.sends_since: float | None = None
         self._wait_seconds = wait_seconds
         self._send_seconds = send_seconds
         self._on_wait = on_wait
+        self._told_at = told_at or _never
         self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> Watch:
@@ -41,6 +49,7 @@ class Watch:
     ) -> None:
         self._timer.cancel()
         task, self._task, self._on_wait = self._task, None, _nothing  # they may know us: no circle is left
+        self._told_at = _never
         was_ours = self._is_late and task is not None and task.uncancel() <= self._num_cancels
         if was_ours and kind is asyncio.CancelledError:
             raise TimeoutError from error
@@ -65,11 +74,17 @@ class Watch:
             if self._task is not None:
                 self._task.cancel()
             return
-        if self.waits_since is not None and now >= self.waits_since + self._wait_seconds:
-            self.waits_since = now
-            self._on_wait()
+        if self.waits_since is not None:
+            self.waits_since = max(self.waits_since, self._told_at())
+            if now >= self.waits_since + self._wait_seconds:
+                self.waits_since = now
+                self._on_wait()
         self._arm(now)
 
 
 def _nothing() -> None:
     """Nobody waits any more."""
+
+
+def _never() -> float:
+    return 0.0

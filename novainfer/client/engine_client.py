@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from novainfer.client.engine_link import EngineLink
 from novainfer.client.router import Load, Router
-from novainfer.client.stream import Backlog, RequestStream
+from novainfer.client.stream import Backlog, RequestStream, ShortWay
 from novainfer.errors import OverloadedError
 from novainfer.protocol.messages import AddRequest, Claimed, EngineInfo, EngineStats
 from novainfer.transport.addresses import Endpoint
@@ -272,9 +272,9 @@ class EngineClient:
         for one in self._replicas.values():
             one.link.session.told(request_id)
 
-    def _shorten(self, request_id: str, choice: int, short: Callable[[int], bool]) -> None:
+    def _shorten(self, request_id: str, choice: int, way: ShortWay) -> None:
         for one in self._replicas.values():
-            one.link.session.shorten(request_id, choice, short)
+            one.link.session.shorten(request_id, choice, way)
 
     # -- moving -------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ class EngineLink:
             first_link=int.from_bytes(os.urandom(4)) << 24,
             lost_timeout=lost_timeout,
             now=time.monotonic(),
+            backlog=backlog,
         )
         self._answers: dict[int, asyncio.Future[Answer]] = {}  # by the query that asked for it
         self._queries = itertools.count()
@@ -187,21 +188,29 @@ class EngineLink:
 
     def _receive(self) -> None:
         """Handle what has arrived. Called by the loop, never blocks."""
-        for number in range(MESSAGES_PER_TURN):
-            if self._socket is None:
-                return
-            self._backlog.is_behind = number >= _ORDINARY_MESSAGES
-            try:
-                self.session.take(Packet.of(self._socket.recv_multipart(zmq.NOBLOCK)), time.monotonic())
-            except zmq.Again:
-                return
-            except ProtocolError as error:
-                self.session.num_protocol_errors += 1
-                log.error("message from the scheduler dropped: %s", error)
-            if self.session.info is not None and self.session.info.ready:
-                self._ready.set()
-        if self._loop is not None:
+        number = 0
+        while number < MESSAGES_PER_TURN and self._take_message(is_behind=number >= _ORDINARY_MESSAGES):
+            number += 1
+        self.session.flush()
+        self._backlog.is_behind = False
+        if number and self.session.info is not None and self.session.info.ready:
+            self._ready.set()
+        if number == MESSAGES_PER_TURN and self._loop is not None:
             self._loop.call_soon(self._receive)
+
+    def _take_message(self, *, is_behind: bool) -> bool:
+        """Handle the next one; whether there was one."""
+        if self._socket is None:
+            return False
+        self._backlog.is_behind = is_behind
+        try:
+            self.session.take(Packet.of(self._socket.recv_multipart(zmq.NOBLOCK)), time.monotonic())
+        except zmq.Again:
+            return False
+        except ProtocolError as error:
+            self.session.num_protocol_errors += 1
+            log.error("message from the scheduler dropped: %s", error)
+        return True
 
     def _beat(self) -> None:
         if self._loop is None or self._socket is None:

@@ -8,10 +8,10 @@ entry takes each index once, in order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from novainfer.client.stream import Sink
+from novainfer.client.stream import ShortWay, Sink
 from novainfer.errors import ProtocolError
 from novainfer.protocol.messages import FINISH_CANCELLED, AddRequest, PromptLogprobs, TokenOutput
 
@@ -138,33 +138,30 @@ def _only_new(output: TokenOutput, emitted: list[int]) -> TokenOutput:
 
 @dataclass(slots=True, eq=False)
 class LiveChoice:
-    """A choice by its number (`AddRequest.ref`): where its next plain token goes."""
+    """A choice by its number (`AddRequest.ref`)."""
 
     entry: JournalEntry
     choice: int
     emitted: list[int]  # the entry's
-    short: Callable[[int], bool] | None = None  # takes a token at once, or says that it does not
-
-
-Shorts = Sequence[Callable[[int], bool] | None]  # `LiveChoice.short` of each choice
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A live request between two sessions: where its outputs go, and its plain tokens."""
+    """A live request between two sessions: where its outputs go, and plain tokens of its choices."""
 
     entry: JournalEntry
     sink: Sink
-    shorts: Shorts
+    ways: Mapping[int, ShortWay]
 
 
 class Journal:
-    """The live entries by request id, and their choices by number."""
+    """The live entries by request id, their choices by number, and the short ways of live ones by the same."""
 
     def __init__(self) -> None:
         self._entries: dict[str, JournalEntry] = {}
         self._next_ref = 0
         self.choices: dict[int, LiveChoice] = {}
+        self.ways: dict[int, ShortWay] = {}
         self.of_tenant: Counter[str] = Counter()  # live entries
 
     def __len__(self) -> int:
@@ -174,7 +171,7 @@ class Journal:
         """A snapshot: entries may be removed meanwhile."""
         return iter(list(self._entries.values()))
 
-    def add(self, entry: JournalEntry, shorts: Shorts = ()) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Its request gets its numbers. Raises `ValueError` if the id is taken."""
         request_id = entry.request.request_id
         if request_id in self._entries:
@@ -183,17 +180,28 @@ class Journal:
         self.of_tenant[entry.request.tenant] += 1
         entry.request = replace(entry.request, ref=self._next_ref)
         for choice, emitted in enumerate(entry.emitted):
-            short = shorts[choice] if shorts else None
-            self.choices[self._next_ref + choice] = LiveChoice(entry, choice, emitted, short)
+            self.choices[self._next_ref + choice] = LiveChoice(entry, choice, emitted)
         self._next_ref += len(entry.emitted)
 
     def get(self, request_id: str) -> JournalEntry | None:
         """The live entry, if there is one."""
         return self._entries.get(request_id)
 
-    def shorts(self, entry: JournalEntry) -> Shorts:
-        """Where the plain tokens of a live entry go."""
-        return [self.choices[entry.request.ref + choice].short for choice in range(len(entry.emitted))]
+    def shorten(self, entry: JournalEntry, choice: int, way: ShortWay) -> None:
+        """Further plain tokens of a live entry's choice may go that way, until the choice ends."""
+        if entry.finish_reasons[choice] is None:
+            way.emitted = entry.emitted[choice]
+            self.ways[entry.request.ref + choice] = way
+
+    def ways_of(self, entry: JournalEntry) -> dict[int, ShortWay]:
+        """The short ways of a live entry's choices."""
+        ref = entry.request.ref
+        return {ref_ - ref: self.ways[ref_] for ref_ in range(ref, ref + len(entry.emitted)) if ref_ in self.ways}
+
+    def end_ways(self, entry: JournalEntry) -> None:
+        """Those of its choices that have ended are no more."""
+        for choice in entry.finished_choices:
+            self.ways.pop(entry.request.ref + choice, None)
 
     def remove(self, request_id: str) -> JournalEntry | None:
         """Forget a request that has ended."""
@@ -205,4 +213,5 @@ class Journal:
                 del self.of_tenant[tenant]
             for choice in range(len(entry.emitted)):
                 self.choices.pop(entry.request.ref + choice, None)
+                self.ways.pop(entry.request.ref + choice, None)
         return entry

@@ -84,13 +84,22 @@ class ChoiceOutput:
 
     @property
     def is_plain(self) -> bool:
-        """Its text depends on its tokens alone: `push_token` may be used."""
+        """Its text depends on its tokens alone: `push_tokens` may be used."""
         return not self._params.stop
 
-    def push_token(self, token_id: int) -> str:
-        """`push` of one token without log-probabilities that is not the last one: its text."""
-        self.token_ids.append(token_id)
-        text = self._detokenizer.feed_token(token_id)
+    @property
+    def is_between(self) -> bool:
+        """See `Detokenizer`."""
+        return self._detokenizer.is_between
+
+    def push_tokens(self, token_ids: list[int]) -> str:
+        """`push` of tokens without log-probabilities, none of which is the last one: their text.
+
+        While `is_between`, one whose text is known may be added to `token_ids` instead: then no log-probabilities can
+        be described later, as their offsets are not counted.
+        """
+        self.token_ids += token_ids
+        text = self._detokenizer.feed(token_ids)
         self._text_length += len(text)
         return text
 
@@ -98,6 +107,9 @@ class ChoiceOutput:
         """Take the next tokens of this choice."""
         delta = ChoiceDelta(self.choice)
         if self.finish_reason is not None:
+            return delta
+        if self.is_plain and not output.logprobs and output.finish_reason is None:
+            delta.token_ids, delta.text = output.token_ids, self.push_tokens(output.token_ids)
             return delta
         bare = len(output.token_ids) - len(output.logprobs)
         for position, token_id in enumerate(output.token_ids):

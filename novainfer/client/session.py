@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from novainfer.client.intake import Intake
 from novainfer.client.journal import Journal, JournalEntry, Moved
-from novainfer.client.stream import Sink, StreamItem
+from novainfer.client.stream import Backlog, ShortWay, Sink
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.protocol.link import Inbox, Packet
 from novainfer.protocol.messages import (
@@ -28,7 +29,6 @@ from novainfer.protocol.messages import (
     Heartbeat,
     Hello,
     OutputBatch,
-    PromptLogprobs,
     ReleaseClaim,
     RequestRejected,
     TokenOutput,
@@ -51,6 +51,7 @@ class GatewaySession:
     send: one packet to the scheduler.   answered: called with each answer to `ask`.
     first_link: no other process may use this number or the next few million ones.
     lost_timeout: seconds of silence after which live requests end with an error.
+    backlog: while it is behind, `flush` is to follow.
     `info` and `stats` are the last that came, None before; `limits` is the last info of an engine that was ready.
     """
 
@@ -63,12 +64,12 @@ class GatewaySession:
         first_link: int,
         lost_timeout: float,
         now: float,
+        backlog: Backlog | None = None,
     ) -> None:
         self.info: EngineInfo | None = None
         self.limits: EngineInfo | None = None
         self.stats: EngineStats | None = None
         self.num_protocol_errors = 0
-        self.num_tokens_received = 0
         self.heard_at = now
         self.stats_at = now
         self._send_packet = send
@@ -77,6 +78,8 @@ class GatewaySession:
         self._lost_timeout = lost_timeout
         self._journal = Journal()
         self._sinks: dict[str, Sink] = {}
+        self._intake = Intake(self._journal, self._sinks, backlog or Backlog(), self._end_whole, self._break)
+        self._epoch = 0  # the newest that was heard of
         self._untold: set[str] = set()  # streams that have ended, kept by the engine while they are being read
         self._questions: dict[int, CancelAlias | ClaimRequest] = {}  # by query, without an answer
         self._link = first_link - 1
@@ -90,6 +93,11 @@ class GatewaySession:
     def accepts(self, now: float) -> bool:
         """Requests may be submitted: also while the engine recovers, when they wait with the others."""
         return self.limits is not None and now - self.heard_at < self._lost_timeout
+
+    @property
+    def num_tokens_received(self) -> int:
+        """In all that was taken."""
+        return self._intake.num_tokens
 
     @property
     def num_live(self) -> int:
@@ -190,6 +198,7 @@ class GatewaySession:
 
         complete: its answer is whole (a stop string was found), not broken off.
         """
+        self.flush()
         entry = self._journal.get(request_id)
         if entry is None:
             return
@@ -197,6 +206,7 @@ class GatewaySession:
         if not live:
             return
         entry.cancel(choice)
+        self._journal.end_ways(entry)
         self._tell(CancelRequest(request_id, -1 if entry.finished else choice, complete))
         for c in live:
             index = len(entry.emitted[c])
@@ -210,14 +220,15 @@ class GatewaySession:
             self._untold.remove(request_id)
             self._tell(Told(request_id))
 
-    def shorten(self, request_id: str, choice: int, short: Callable[[int], bool]) -> None:
-        """From now on plain tokens of a live choice are offered there first; those not taken go to its sink."""
+    def shorten(self, request_id: str, choice: int, way: ShortWay) -> None:
+        """From now on plain tokens of a live choice go there while that is open, else to its sink."""
         entry = self._journal.get(request_id)
         if entry is not None:
-            self._journal.choices[entry.request.ref + choice].short = short
+            self._journal.shorten(entry, choice, way)
 
     def fail_all(self, error: Exception, *, tell_engine: bool = False) -> None:
         """End every live request with `error`."""
+        self.flush()
         for entry in self._journal:
             if tell_engine:
                 self._tell(CancelRequest(entry.request.request_id))
@@ -228,12 +239,13 @@ class GatewaySession:
 
         With a new link this engine forgets them, and what it still says of them is of the old one, should they return.
         """
+        self.flush()
         moved = []
         for entry in self._journal:
             request_id = entry.request.request_id
-            shorts = self._journal.shorts(entry)
+            ways = self._journal.ways_of(entry)
             self._journal.remove(request_id)
-            moved.append(Moved(entry, self._sinks.pop(request_id), shorts))
+            moved.append(Moved(entry, self._sinks.pop(request_id), ways))
         self._open_link()
         return moved
 
@@ -241,7 +253,9 @@ class GatewaySession:
         """Go on with a request that another session has left. There must have been an `info`."""
         entry = moved.entry
         entry.epoch = self.info.epoch if self.info is not None else 0
-        self._journal.add(entry, moved.shorts)
+        self._journal.add(entry)
+        for choice, way in moved.ways.items():
+            self._journal.shorten(entry, choice, way)
         self._sinks[entry.request.request_id] = moved.sink
         if self._is_open:
             self._send_entry(entry, now)
@@ -292,86 +306,28 @@ class GatewaySession:
             raise ProtocolError(f"a scheduler does not send {type(message).__name__}")
 
     def _handle_batch(self, batch: OutputBatch) -> None:
-        if self.info is not None and batch.epoch < self.info.epoch:
+        if batch.epoch < self._epoch:
             return  # from an engine that was replaced
-        for item in batch.prompt_logprobs:
-            self._take(item, batch.epoch)
-        if not batch.has_even_columns:
-            raise ProtocolError("a batch's columns are of different lengths")
-        self.num_tokens_received += len(batch.token_ids) + sum([len(output.token_ids) for output in batch.outputs])
-        for ref, cached in zip(batch.begun_refs, batch.begun_cached, strict=False):
-            if (live := self._journal.choices.get(ref)) is not None and live.entry.num_cached_tokens < 0:
-                live.entry.num_cached_tokens = cached
-        if len(set(batch.refs)) == len(batch.refs):
-            self._handle_tokens(batch)
-        else:
-            self._handle_runs(batch)
-        for output in batch.outputs:
-            self._take(output, batch.epoch)
+        self._epoch = batch.epoch
+        self._intake.take(batch)
 
-    def _handle_tokens(self, batch: OutputBatch) -> None:
-        """The plain tokens: nearly all that there is."""
-        epoch, choices, sinks = batch.epoch, self._journal.choices, self._sinks
-        for ref, index, token_id in zip(batch.refs, batch.indexes, batch.token_ids, strict=False):
-            live = choices.get(ref)
-            if live is None:
-                continue
-            entry, emitted = live.entry, live.emitted
-            request_id = entry.request.request_id
-            if entry.epoch != epoch or len(emitted) != index or not emitted or entry.finish_reasons[live.choice]:
-                cached = max(entry.num_cached_tokens, 0)
-                self._take(TokenOutput(request_id, live.choice, index, [token_id], num_cached_tokens=cached), epoch)
-                continue
-            emitted.append(token_id)
-            short = live.short
-            if short is None or not short(token_id):
-                sinks[request_id].push_token(request_id, live.choice, index, token_id)
+    def flush(self) -> None:
+        """Tell the readers what is held back of their tokens: nothing more has come."""
+        self._intake.flush()
 
-    def _handle_runs(self, batch: OutputBatch) -> None:
-        """Plain tokens of several steps, held back while we were behind: one output for each choice."""
-        runs: dict[int, list[tuple[int, list[int]]]] = {}  # by reference: first index, token ids
-        for ref, index, token_id in zip(batch.refs, batch.indexes, batch.token_ids, strict=True):
-            of_choice = runs.setdefault(ref, [])
-            if not of_choice or of_choice[-1][0] + len(of_choice[-1][1]) != index:
-                of_choice.append((index, []))
-            of_choice[-1][1].append(token_id)
-        for ref, of_choice in runs.items():
-            for index, token_ids in of_choice:
-                live = self._journal.choices.get(ref)
-                if live is not None:
-                    cached = max(live.entry.num_cached_tokens, 0)
-                    request_id = live.entry.request.request_id
-                    output = TokenOutput(request_id, live.choice, index, token_ids, num_cached_tokens=cached)
-                    self._take(output, batch.epoch)
+    def _end_whole(self, request_id: str) -> None:
+        self._end(request_id, keep=True)
 
-    def _take(self, output: StreamItem, epoch: int) -> None:
-        entry = self._journal.get(output.request_id)
-        if entry is None:
-            return
-        try:
-            self._dispatch(entry, output, epoch)
-        except ProtocolError as error:
-            self.num_protocol_errors += 1
-            log.error("request ended by a fault in its stream: %s", error)
-            self._tell(CancelRequest(output.request_id))
-            self._end(output.request_id, EngineError("The engine's stream of tokens broke."))
-
-    def _dispatch(self, entry: JournalEntry, output: StreamItem, epoch: int) -> None:
-        fresh: StreamItem | None
-        if isinstance(output, PromptLogprobs):
-            fresh = entry.accept_prompt_logprobs(output, epoch)
-        else:
-            fresh = entry.accept(output, epoch)
-        if fresh is None:
-            return
-        self._sinks[output.request_id].push(fresh)
-        if entry.finished:
-            self._end(output.request_id, keep=True)
+    def _break(self, request_id: str) -> None:
+        self.num_protocol_errors += 1
+        self._tell(CancelRequest(request_id))
+        self._end(request_id, EngineError("The engine's stream of tokens broke."))
 
     def _handle_info(self, info: EngineInfo, now: float) -> None:
         if self.info is not None and info.epoch < self.info.epoch:
             return
         self.info = info
+        self._epoch = max(self._epoch, info.epoch)
         if not info.ready:
             return
         self.limits = info

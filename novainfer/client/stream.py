@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from novainfer.errors import EngineError
 from novainfer.protocol.merge import merge_outputs, merge_prompt_logprobs
@@ -29,6 +30,29 @@ class Sink(Protocol):
     def end(self, request_id: str, error: Exception | None = None) -> None:
         """The last word on a request."""
         ...
+
+
+class ShortWay(ABC):
+    """Takes further plain tokens of one live choice, past its stream.
+
+    is_open: it takes a token now: nothing waits before it. emitted: the journal's tokens of the choice; there it stands
+    already when it is poured.
+    """
+
+    __slots__ = ("emitted", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.emitted: list[int] = []
+
+    @classmethod
+    @abstractmethod
+    def pour(cls, taken: list[tuple[Any, int]]) -> None:
+        """All that one step has for ways of this class, a token for each. Raises nothing: others' tokens are behind."""
+
+    @abstractmethod
+    def pour_run(self, token_ids: list[int]) -> None:
+        """Several tokens for this one, held back while its gateway was behind. Raises nothing, either."""
 
 
 @dataclass(slots=True)
@@ -58,6 +82,7 @@ class RequestStream:
         "_shorten",
         "_told",
         "_waiter",
+        "_ways",
         "direct",
     )
 
@@ -67,7 +92,7 @@ class RequestStream:
         cancel: Callable[[str, int, bool], None],
         told: Callable[[str], None] = lambda request_id: None,
         backlog: Backlog | None = None,
-        shorten: Callable[[str, int, Callable[[int], bool]], None] = lambda request_id, choice, short: None,
+        shorten: Callable[[str, int, ShortWay], None] = lambda request_id, choice, way: None,
     ) -> None:
         """`cancel`, `told`, `shorten`: see `GatewaySession`."""
         self._request_ids = list(request_ids)
@@ -76,6 +101,7 @@ class RequestStream:
         self._told = told
         self._shorten = shorten
         self._backlog = Backlog() if backlog is None else backlog
+        self._ways: list[ShortWay] = []
         self._order: deque[tuple[str, int]] = deque()  # keys of _pending, oldest first
         self._pending: dict[tuple[str, int], list[StreamItem]] = {}
         self._error: Exception | None = None
@@ -123,12 +149,24 @@ class RequestStream:
         """A token may go directly to the reader: nothing waits before it."""
         return self.direct is not None and not self._order and not self._backlog.is_behind
 
-    def shorten(self, request_id: str, choice: int, short: Callable[[int], bool]) -> None:
-        """Let a choice's further tokens go there, without the way through here, while `is_flowing`: it has to look."""
-        self._shorten(request_id, choice, short)
+    def shorten(self, request_id: str, choice: int, way: ShortWay) -> None:
+        """Let a choice's further tokens go there while that is open. All are closed when something has to wait here."""
+        self._ways.append(way)
+        self._shorten(request_id, choice, way)
+
+    def open_ways(self) -> None:
+        """The reader would take what comes, at once."""
+        for way in self._ways:
+            way.is_open = not self._order
+
+    def close_ways(self) -> None:
+        """It would not: what comes waits here."""
+        for way in self._ways:
+            way.is_open = False
 
     def push(self, item: StreamItem) -> None:
         """Add an output (the client's reader task)."""
+        self.close_ways()
         choice = item.choice if isinstance(item, TokenOutput) else -1
         key = (item.request_id, choice)
         waiting = self._pending.get(key)
@@ -151,6 +189,7 @@ class RequestStream:
 
     def close(self) -> None:
         """Cancel what is live; what has ended needs no keeping. Idempotent."""
+        self.close_ways()
         for request_id in self._request_ids:
             if request_id in self._live:
                 self._cancel(request_id, -1, False)

@@ -34,6 +34,11 @@ class Detokenizer:
         """The text that these tokens finish."""
         return "".join([self.feed_token(token_id) for token_id in token_ids])
 
+    @property
+    def is_between(self) -> bool:
+        """What a token that is not special adds now is the text of its bytes, if that is whole."""
+        return not self._needs_context
+
     def flush(self) -> str:
         """The rest, at the end: characters cut short become replacement characters."""
         return self._utf8.decode(b"", final=True) if self._pieces.byte_level else self._end_byte_run()

@@ -34,7 +34,13 @@ class Talk:
     def __init__(self, tokenizer: Tokenizer, request: CompletionRequest) -> None:
         self.server = Server(tokenizer, request)
         self.session = GatewaySession(
-            lambda packet: None, lambda answer: None, gateway_id="g", first_link=10, lost_timeout=5.0, now=0.0
+            lambda packet: None,
+            lambda answer: None,
+            gateway_id="g",
+            first_link=10,
+            lost_timeout=5.0,
+            now=0.0,
+            backlog=self.server.backlog,
         )
         self.server.stream._shorten = self.session.shorten
         self.tokens: list[int] = []
@@ -59,6 +65,7 @@ class Talk:
             self.hear(OutputBatch(1, 1, [], refs=[0], indexes=[place], token_ids=self.tokens[-1:]))
         elif move in ("behind", "caught up"):
             server.backlog.is_behind = move == "behind"
+            self.session.flush()
         elif move == "pause":
             server.cycle.flow.pause_writing()
         elif move == "resume":
@@ -72,6 +79,7 @@ class Talk:
             await self.do(move)
 
     async def end(self) -> None:
+        self.session.flush()
         self.hear(OutputBatch(1, 1, [TokenOutput("r", 0, len(self.tokens), [], FINISH_LENGTH)]))
         self.server.cycle.flow.resume_writing()
         await asyncio.wait_for(self.task, 20)
@@ -89,7 +97,7 @@ def test_given_tokens_that_are_held_back_when_others_come_then_these_are_told_af
     async def main() -> None:
         talk = Talk(tokenizer, request)
         await talk.begin()
-        has_short_way = talk.session._journal.choices[0].short is not None
+        has_short_way = 0 in talk.session._journal.ways
         assert has_short_way == (request is PLAIN)
         for move in moves:
             await talk.do(move)
@@ -100,17 +108,21 @@ def test_given_tokens_that_are_held_back_when_others_come_then_these_are_told_af
     asyncio.run(main())
 
 
-def test_given_a_backlog_when_plain_tokens_come_then_they_are_merged_with_the_next_one(tokenizer: Tokenizer) -> None:
+def test_given_a_backlog_when_plain_tokens_come_then_they_are_told_together_when_it_is_over(
+    tokenizer: Tokenizer,
+) -> None:
     async def main() -> None:
         talk = Talk(tokenizer, PLAIN)
         await talk.begin()
         before, data = len(talk.server.events()), talk.server.pipe.data
-        for move in ("behind", "token", "token", "caught up", "token"):
+        for move in ("behind", "token", "token", "token"):
             await talk.do(move)
         assert talk.server.pipe.data == data
-        await settle()
-        assert text(talk.server.events()) == talk.whole()
+        await talk.do("caught up")
+        assert text(talk.server.events()) == talk.whole(), "at once"
         assert len(talk.server.events()) == before + 1
+        await talk.do("token")
+        assert len(talk.server.events()) == before + 2
         await talk.end()
 
     asyncio.run(main())

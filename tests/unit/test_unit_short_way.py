@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from novainfer.client.session import GatewaySession
+from novainfer.client.stream import Backlog, ShortWay
 from novainfer.protocol.link import Packet
 from novainfer.protocol.messages import FINISH_LENGTH, AddRequest, EngineInfo, OutputBatch, TokenOutput
 from novainfer.sampling.params import SamplingParams
@@ -13,27 +14,52 @@ from tests.unit.test_unit_link import Stream
 pytestmark = pytest.mark.unit
 
 
+class Way(ShortWay):
+    """Notes what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[list[int]] = []
+
+    @classmethod
+    def pour(cls, taken: list[tuple[Way, int]]) -> None:
+        for way, token_id in taken:
+            assert way.emitted[-1] == token_id
+            way.taken.append([token_id])
+
+    def pour_run(self, token_ids: list[int]) -> None:
+        assert self.emitted[-len(token_ids) :] == token_ids
+        self.taken.append(token_ids)
+
+
 class Talk:
     """A request of two choices whose first tokens have come, and a short way for the first choice."""
 
     def __init__(self) -> None:
         self.packets: list[Packet] = []
-        self.session = GatewaySession(
-            self.packets.append, lambda answer: None, gateway_id="g", first_link=10, lost_timeout=5.0, now=0.0
-        )
+        self.backlog = Backlog()
+        self.session = self.new_session()
         self.stream = Stream()
-        self.taken: list[int] = []
-        self.is_open = True
+        self.way = Way()
         self._number = 0
         self.hear(EngineInfo(epoch=1, ready=True, vocab_size=9))
         self.session.submit([AddRequest("r", [1], SamplingParams(n=2, seed=1))], self.stream, 0.0)
         self.hear(OutputBatch(1, 0, [TokenOutput("r", choice, 0, [3]) for choice in (0, 1)]))
-        self.session.shorten("r", 0, self.short)
+        self.session.shorten("r", 0, self.way)
+        self.way.is_open = True
 
-    def short(self, token_id: int) -> bool:
-        if self.is_open:
-            self.taken.append(token_id)
-        return self.is_open
+    def new_session(self) -> GatewaySession:
+        """Of another engine."""
+        self._number = 0
+        return GatewaySession(
+            self.packets.append,
+            lambda answer: None,
+            gateway_id="g",
+            first_link=10,
+            lost_timeout=5.0,
+            now=0.0,
+            backlog=self.backlog,
+        )
 
     def hear(self, item: object) -> None:
         self.session.take(Packet(10, self._number, item, 0), 0.0)
@@ -53,11 +79,11 @@ class Talk:
 def test_given_a_short_way_when_it_takes_tokens_then_they_are_in_the_journal_and_nowhere_else() -> None:
     talk = Talk()
     talk.hear_tokens(1, 4, 5)
-    talk.is_open = False
+    talk.way.is_open = False
     talk.hear_tokens(2, 6, 7)
-    talk.is_open = True
+    talk.way.is_open = True
     talk.hear_tokens(3, 8, 1)
-    assert talk.taken == [4, 8]
+    assert talk.way.taken == [[4], [8]]
     assert talk.stream.tokens() == [3, 3, 5, 6, 7, 1]
     assert talk.journal() == [[3, 4, 6, 8], [3, 5, 7, 1]]
 
@@ -70,14 +96,108 @@ def test_given_tokens_that_come_again_or_too_late_when_heard_then_the_short_way_
     talk.hear_tokens(2, 6, 7, epoch=1)
     talk.session.cancel("r", 0)
     talk.hear_tokens(2, 6, 7, epoch=2)
-    assert talk.taken == [4]
+    assert talk.way.taken == [[4]]
     assert talk.journal() == [[3, 4], [3, 5, 7]]
+
+
+def test_given_a_batch_of_a_newer_engine_when_one_of_the_older_comes_behind_it_then_it_is_dropped() -> None:
+    talk = Talk()
+    talk.hear_tokens(1, 4, 5, epoch=2)
+    talk.hear_tokens(2, 6, 7, epoch=1)
+    assert talk.way.taken == [[4]]
+    assert talk.journal() == [[3, 4], [3, 5]]
 
 
 def test_given_a_request_that_has_ended_when_a_short_way_is_offered_then_nothing_is_kept_of_it() -> None:
     talk = Talk()
     ends = [TokenOutput("r", choice, 1, [4], FINISH_LENGTH) for choice in (0, 1)]
     talk.hear(OutputBatch(1, 1, ends))
-    talk.session.shorten("r", 0, talk.short)
+    talk.session.shorten("r", 0, talk.way)
     assert talk.session._journal.choices == {}
-    assert talk.taken == []
+    assert talk.session._journal.ways == {}
+    assert talk.way.taken == []
+
+
+def test_given_one_choice_that_has_ended_when_a_short_way_is_offered_then_the_other_keeps_its_own() -> None:
+    talk = Talk()
+    other = Way()
+    talk.session.shorten("r", 1, other)
+    other.is_open = True
+    talk.hear(OutputBatch(1, 1, [TokenOutput("r", 0, 1, [4], FINISH_LENGTH)]))
+    talk.session.shorten("r", 0, talk.way)
+    talk.hear(OutputBatch(1, 2, [], refs=[0, 1], indexes=[2, 1], token_ids=[7, 8]))
+    assert talk.way.taken == []
+    assert other.taken == [[8]]
+    assert talk.journal() == [[3, 4], [3, 8]]
+
+
+def test_given_a_backlog_when_tokens_come_then_they_are_in_the_journal_at_once_and_told_together() -> None:
+    talk = Talk()
+    talk.backlog.is_behind = True
+    talk.hear_tokens(1, 4, 5)
+    talk.hear_tokens(2, 6, 7)
+    assert talk.way.taken == []
+    assert talk.journal() == [[3, 4, 6], [3, 5, 7]]
+    talk.session.flush()
+    assert talk.way.taken == [[4, 6]]
+    talk.session.flush()
+    assert talk.way.taken == [[4, 6]]
+
+
+def test_given_tokens_that_are_held_back_when_their_way_is_closed_then_they_go_to_the_stream() -> None:
+    talk = Talk()
+    talk.backlog.is_behind = True
+    talk.hear_tokens(1, 4)
+    talk.way.is_open = False
+    talk.hear_tokens(2, 6)  # overtakes none
+    talk.session.flush()
+    assert talk.way.taken == []
+    assert talk.stream.tokens() == [3, 3, 4, 6]
+
+
+def test_given_tokens_that_are_held_back_when_the_choice_ends_then_they_are_told_before_that() -> None:
+    talk = Talk()
+    talk.backlog.is_behind = True
+    talk.hear_tokens(1, 4)
+    talk.hear(OutputBatch(1, 2, [TokenOutput("r", 0, 2, [6], FINISH_LENGTH)]))
+    assert talk.way.taken == [[4]]
+    assert talk.stream.tokens() == [3, 3, 6]
+    assert talk.journal() == [[3, 4, 6], [3]]
+
+
+@pytest.mark.parametrize("what", ["cancel", "fail", "leave"])
+def test_given_tokens_that_are_held_back_when_their_request_goes_then_they_are_told_before(what: str) -> None:
+    talk = Talk()
+    talk.backlog.is_behind = True
+    talk.hear_tokens(1, 4)
+    if what == "cancel":
+        talk.session.cancel("r")
+    elif what == "fail":
+        talk.session.fail_all(RuntimeError("gone"))
+    else:
+        talk.session.leave()
+    talk.session.flush()
+    assert talk.way.taken == [[4]]
+
+
+def test_given_a_message_of_several_steps_when_heard_then_each_choice_gets_its_tokens_together() -> None:
+    talk = Talk()
+    talk.hear(OutputBatch(1, 1, [], refs=[0, 1, 0, 1], indexes=[1, 1, 2, 2], token_ids=[4, 5, 6, 7]))
+    assert talk.way.taken == [[4, 6]]
+    assert talk.stream.tokens() == [3, 3, 5, 7]
+    assert talk.journal() == [[3, 4, 6], [3, 5, 7]]
+
+
+def test_given_a_request_that_moves_to_another_engine_when_its_tokens_come_from_there_then_they_go_the_same_way() -> (
+    None
+):
+    talk = Talk()
+    talk.hear_tokens(1, 4, 5)
+    (moved,) = talk.session.leave()
+    assert talk.session._journal.ways == {}
+    talk.session = talk.new_session()
+    talk.hear(EngineInfo(epoch=1, ready=True, vocab_size=9))
+    talk.session.adopt(moved, 0.0)
+    talk.hear_tokens(2, 6, 7)
+    assert talk.way.taken == [[4], [6]]
+    assert talk.journal() == [[3, 4, 6], [3, 5, 7]]
