@@ -167,7 +167,7 @@ class EngineClient:
     @property
     def stats(self) -> EngineStats | None:
         """The last figures of the engine where a request would wait least."""
-        found = [one.link.session.stats for one in self._by_service() if one.serves or len(self._replicas) == 1]
+        found = [one.link.session.stats for one in self._by_service() if len(self._replicas) == 1 or one.serves]
         known = [stats for stats in found if stats is not None]
         return min(known, key=lambda stats: stats.queue_seconds, default=None)
 
@@ -213,7 +213,8 @@ class EngineClient:
 
     def _by_service(self) -> list[_Replica]:
         """Those that serve first."""
-        return sorted(self._replicas.values(), key=lambda one: not one.serves)
+        replicas = list(self._replicas.values())
+        return replicas if len(replicas) == 1 else sorted(replicas, key=lambda one: not one.serves)
 
     def _one(self) -> _Replica:
         return self._by_service()[0]

@@ -16,6 +16,7 @@ if zmq.zmq_version_info() < (4, 3, 3):
     raise ConfigError("libzmq 4.3.3 or newer is needed: older ones have remote memory errors")
 
 _ZAP_DOMAIN = "novainfer"
+_POLLIN = int(zmq.POLLIN)  # arithmetic with the enumeration is slow, and this is asked several times a turn
 _KEEPALIVE_SECONDS = 60
 
 S = TypeVar("S", bound="zmq.Socket[bytes]")
@@ -67,7 +68,7 @@ def connect_push(context: zmq.Context[S], endpoint: Endpoint) -> S:
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
     """Whether one can be received at once."""
-    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.get(zmq.EVENTS)) & _POLLIN)
 
 
 def start_authenticator(context: zmq.Context[S], keys: CurveKeys) -> zmq.auth.thread.ThreadAuthenticator:
