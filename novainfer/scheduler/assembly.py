@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Set
 
 from novainfer.scheduler.batch import StepBatch
-from novainfer.scheduler.drafts import DraftPace, look_period
+from novainfer.scheduler.drafting import Drafting
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.isolation import Isolation
-from novainfer.scheduler.pace import StepPace
 from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
 from novainfer.scheduler.request import Sequence
@@ -22,7 +21,6 @@ _MAX_NEW_IDS_PER_PLAN = 500_000
 # tenant its share of it; but never less than the other part, where steps would be short for nothing.
 _CROWDED_PART = 1 / 4
 _SMALLEST_PART = 1 / 16
-_MOST_DRAFTS = 96  # in a step: each needs logits over the whole vocabulary
 
 
 class StepAssembly:
@@ -34,7 +32,7 @@ class StepAssembly:
         waiting: WaitingQueue,
         shares: FairShares,
         isolation: Isolation,
-        pace: StepPace,
+        drafting: Drafting,
         max_num_batched_tokens: int,
         *,
         step: int,
@@ -46,16 +44,15 @@ class StepAssembly:
         self._waiting = waiting
         self._shares = shares
         self._isolation = isolation
-        self._pace = pace
+        self._pace = drafting.pace
+        self._drafting = drafting
         self._max_tokens = max_num_batched_tokens
         self._step = step
         self._may_have_chunks = True  # False: every row on its way has but one token to compute
-        self._draft_cost: float | None = None  # what one more token adds to this step, over the time of each of its
-        self._look_period = 1  # see `drafts`; belongs to that cost
-        self._drafts_left = _MOST_DRAFTS
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
         self._yielding: set[str] = set()  # those of them that make way, in this step
+        self._drafts: dict[int, int] = {}  # see `Drafting.choose`
 
     def schedule_alone(self, suspect: Sequence) -> bool:
         """A step for this sequence and no other; False if it has to wait for rows or blocks like any other."""
@@ -92,7 +89,9 @@ class StepAssembly:
         if taken:
             order = [s for s in order if id(s) not in taken]
         cohort = self._rows.cohort
-        is_plain = not (self._excess or self._isolation or any(s.drafts is not None for s in cohort.others))
+        room = self.batch.budget - self._rows.num_rows
+        self._drafts = self._drafting.choose(self._step, self._rows.running, cohort, room)
+        is_plain = not (self._excess or self._isolation or self._drafts)
         if not is_plain:
             cohort.dissolve()
         candidates = cohort.others if is_plain else order
@@ -103,7 +102,6 @@ class StepAssembly:
             if s.num_computed_tokens + 1 == len(s.token_ids) + s.num_pending < s.end_len - s.num_ahead
         ]
         self._may_have_chunks = len(wanted) < len(candidates)
-        self._draft_cost = None
         if is_plain:
             wanted = self._through_cohort(wanted)
         self._add_decodes(self._paced(wanted), order)
@@ -128,6 +126,7 @@ class StepAssembly:
         added: list[Sequence] = []
         paid: list[Sequence] = []
         add = added.append
+        drafts = self._drafts
         for sequence in chosen:
             if sequence.row < 0:
                 continue  # it was preempted a moment ago, for another one
@@ -137,8 +136,8 @@ class StepAssembly:
             computed = sequence.num_computed_tokens
             if (computed % block_size == 0 or sequence.num_ahead) and not self._placement.grow(sequence, batch, order):
                 continue
-            drafts = sequence.drafts
-            if drafts is not None and self._looks(drafts, chosen) and (most := self._drafts(sequence, drafts)):
+            wanted = drafts.get(id(sequence), 0) if drafts else 0
+            if wanted and (most := self._placement.room_for_drafts(sequence, wanted, batch)) > 0:
                 batch.allow_drafts(sequence, most, len(batch.decodes) + len(added))
             add(sequence)
             sequence.num_computed_tokens = computed + 1
@@ -157,25 +156,6 @@ class StepAssembly:
             tenants = tenants + Counter([s.tenant for s in added])
         for name, count in tenants.items():
             self._shares.charge(name, 2 * count - once[name])
-
-    def _looks(self, drafts: DraftPace, decodes: list[Sequence]) -> bool:
-        """Whether one of these decodes may have drafts in this step."""
-        if self._draft_cost is None:
-            context = sum(s.num_computed_tokens for s in decodes)
-            self._draft_cost = self._pace.cost_of_token(len(decodes), context)
-            self._look_period = look_period(len(decodes), self._pace.step_seconds(len(decodes), context))
-        return drafts.looks(self._step, self._look_period)
-
-    def _drafts(self, sequence: Sequence, drafts: DraftPace) -> int:
-        """The most drafts that this decode, which looks, may have, behind its next token."""
-        room = min(self.batch.budget - self._rows.num_rows, self._drafts_left)
-        if room <= 0 or self._draft_cost is None:
-            return 0
-        left = sequence.end_len - sequence.num_tokens - sequence.num_ahead - 1  # one token is sampled in any case
-        wanted = min(drafts.wanted(self._draft_cost), left, room)
-        found = max(self._placement.room_for_drafts(sequence, wanted, self.batch), 0) if wanted > 0 else 0
-        self._drafts_left -= found
-        return found
 
     def _owed(self) -> set[str]:
         """Tenants for whom others make way in this step: they have a prompt to compute, are not far above their share,

@@ -56,7 +56,7 @@ class Cohort:
     def admits(sequence: Sequence) -> bool:
         """Whether it may join when it wants one token: nothing of it is special, and its client gets plain tokens."""
         return (
-            sequence.drafts is None
+            sequence.num_ahead == 0
             and sequence.ref >= 0
             and sequence.params.logprobs is None
             and len(sequence.stop_token_ids) <= _MOST_STOP_IDS

@@ -14,25 +14,38 @@ _LEARNT_EVERY = 8  # steps: to solve takes longer than to note down
 _UNKNOWN_COST = 0.3  # of one more token, before anything was measured
 _CONTEXT_UNIT = 1000.0  # tokens; keeps the numbers of one size
 _TOKEN_UNIT = 100.0
+_SIZE = 4  # numbers to learn
+_FEW_DRAFTS, _DRAFTS_PART = (
+    2.0,
+    0.25,
+)  # what is assumed: as if so many steps had said so, and it were this part of a step
 
 
 class StepPace:
-    """Least squares, forgetting: seconds = a + b * tokens computed + c * tokens of context that they attend to."""
+    """Least squares, forgetting: seconds = a + b * tokens computed + c * tokens of context that they attend to + d, if
+    there are drafts among them.
+
+    Drafts have a price of their own: with them the ranks look for them, and a few rows become more than kernels take in
+    one pass.
+    """
 
     def __init__(self) -> None:
-        self._moments = [[_RIDGE if i == j else 0.0 for j in range(3)] for i in range(3)]
-        self._sums = [0.0, 0.0, 0.0]
+        self._moments = [[_RIDGE if i == j else 0.0 for j in range(_SIZE)] for i in range(_SIZE)]
+        self._sums = [0.0] * _SIZE
         self._num_steps = 0
         self._weights: tuple[float, ...] | None = None
 
-    def observe(self, seconds: float, num_tokens: int, context: int) -> None:
-        """A step with so many tokens took so long."""
-        x = (1.0, num_tokens / _TOKEN_UNIT, context / _CONTEXT_UNIT)
-        for i in range(3):
+    def observe(self, seconds: float, num_tokens: int, context: int, num_drafted: int = 0) -> None:
+        """A step with so many tokens, and drafts besides, took so long."""
+        x = (1.0, (num_tokens + num_drafted) / _TOKEN_UNIT, context / _CONTEXT_UNIT, float(num_drafted > 0))
+        for i in range(_SIZE):
             self._sums[i] = self._sums[i] * _KEPT + x[i] * seconds
             row = self._moments[i]
-            for j in range(3):
+            for j in range(_SIZE):
                 row[j] = row[j] * _KEPT + x[i] * x[j] + (_RIDGE * (1 - _KEPT) if i == j else 0.0)
+        # Few steps have drafts: as long as no more is known, they count as so much dearer.
+        self._moments[3][3] += _FEW_DRAFTS * (1 - _KEPT)
+        self._sums[3] += _FEW_DRAFTS * (1 - _KEPT) * _DRAFTS_PART * seconds
         self._num_steps += 1
         if self._num_steps % _LEARNT_EVERY == 0 or self._num_steps <= _MIN_STEPS:
             self._weights = None
@@ -65,11 +78,19 @@ class StepPace:
         one_more = self._predict(num_tokens + 1, context) - seconds
         return one_more * num_tokens / seconds if seconds > 0 else _UNKNOWN_COST
 
+    def cost_of_drafts(self, num_tokens: int, context: int) -> float:
+        """What drafts add to such a step, however few, over the time of each of its tokens; 0: not known yet."""
+        seconds = self.step_seconds(num_tokens, context)
+        return self._learnt()[3] * num_tokens / seconds if seconds > 0 else 0.0
+
     def _predict(self, num_tokens: int, context: int) -> float:
+        a, b, c, _ = self._learnt()
+        return a + b * num_tokens / _TOKEN_UNIT + c * context / _CONTEXT_UNIT
+
+    def _learnt(self) -> tuple[float, ...]:
         if self._weights is None:
             self._weights = tuple(max(value, 0.0) for value in _solve(self._moments, self._sums))
-        a, b, c = self._weights
-        return a + b * num_tokens / _TOKEN_UNIT + c * context / _CONTEXT_UNIT
+        return self._weights
 
 
 def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:

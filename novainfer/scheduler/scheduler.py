@@ -29,10 +29,10 @@ from novainfer.scheduler.assembly import StepAssembly
 from novainfer.scheduler.batch import PlainTokens, StepOutputs, StepRecord
 from novainfer.scheduler.deadlines import Deadlines
 from novainfer.scheduler.drafted import take_drafts
+from novainfer.scheduler.drafting import Drafting
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.load import LoadMeter
-from novainfer.scheduler.pace import StepPace
 from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
 from novainfer.scheduler.request import Request, Sequence, make_request
@@ -64,7 +64,7 @@ class Scheduler:
         self.totals = Totals()
         self.timing = Timing()
         self._load = LoadMeter()
-        self._pace = StepPace()
+        self._drafting = Drafting()
         self.now: float | None = None  # of this turn, where the caller says
         self._last_result = 0.0  # when it came
         self._num_live = 0  # sequences that have not ended: running, waiting, or held back as followers
@@ -244,7 +244,7 @@ class Scheduler:
         self._shares.forget_absent(self._step)
         budget = self._config.max_num_batched_tokens or self._info.max_num_batched_tokens
         assembly = StepAssembly(
-            self._placement, self.waiting, self._shares, self._isolation, self._pace, budget, step=self._step + 1
+            self._placement, self.waiting, self._shares, self._isolation, self._drafting, budget, step=self._step + 1
         )
         alone = suspect is not None and assembly.schedule_alone(suspect)
         self._isolation.runs_alone(suspect if alone else None)
@@ -274,7 +274,7 @@ class Scheduler:
         if not self._in_flight or self._shares.num_present < 2:
             return False
         newest = self._in_flight[-1]
-        return self._pace.is_long(newest.num_tokens, newest.context) and bool(self._rows.excess())
+        return self._drafting.pace.is_long(newest.num_tokens, newest.context) and bool(self._rows.excess())
 
     def update(self, result: StepResult) -> StepOutputs:
         """Apply the oldest step's result. Raises `EngineError` if it is not that step's."""
@@ -310,7 +310,7 @@ class Scheduler:
         seconds = self.now - max(self._last_result, record.submitted)
         self._last_result = self.now
         if seconds > 0:
-            self._pace.observe(seconds, record.num_tokens + num_drafted, record.context)
+            self._drafting.pace.observe(seconds, record.num_tokens, record.context, num_drafted)
 
     def _take_tokens(
         self, sampled: list[Sequence], record: StepRecord, result: StepResult, bad: Collection[Sequence]

@@ -36,7 +36,7 @@ class Player:
         self._number = 0
         self._now = 0.0
         self._tenants = rng.choice((("a",), ("a",), ("a", "b"), ("a", "b", "c")))
-        drafts = rng.random() < 0.15
+        drafts = rng.random() < 0.3
         self._size: dict[str, Any] = {
             "num_blocks": rng.choice((20, 60, 200)),
             "block_size": rng.choice((1, 2, 4, 4, 8, 16)),

@@ -23,7 +23,7 @@ def driver_with(seconds_per_token: float) -> Driver:
         steps_in_flight=1,
         prefix_caching=False,
     )
-    pace = driver.engine.scheduler._pace
+    pace = driver.engine.scheduler._drafting.pace
     for tokens in range(1, 50):
         pace.observe(seconds_per_token * tokens, tokens, 10 * tokens)
     return driver
