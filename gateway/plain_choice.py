@@ -85,9 +85,10 @@ class PlainChoice(ShortWay):
 
     def push(self, token_id: int) -> bool:
         """Take a token alone, if it is open."""
-        if self.is_open:
-            self.pour([(self, token_id)])
-        return self.is_open
+        if not self.is_open:
+            return False
+        self.pour([(self, token_id)])
+        return True
 
     @classmethod
     def pour(cls, taken: list[tuple[PlainChoice, int]]) -> None:

@@ -190,6 +190,7 @@ class RequestStream:
     def close(self) -> None:
         """Cancel what is live; what has ended needs no keeping. Idempotent."""
         self.close_ways()
+        self._ways.clear()  # they may know the reader, and that one us: no circle is left
         for request_id in self._request_ids:
             if request_id in self._live:
                 self._cancel(request_id, -1, False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import random
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -427,6 +429,47 @@ def test_given_a_client_that_has_gone_when_a_token_comes_then_nothing_is_written
             list(server.generation.take())
 
     asyncio.run(main())
+
+
+def test_given_a_client_that_becomes_slow_with_a_token_when_it_is_written_then_it_is_told_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        server, task = await begun(tokenizer)
+        plain = next(iter(server.generation._plain.values()))
+        write = plain.write
+
+        def write_and_pause(data: bytes) -> None:
+            write(data)
+            server.cycle.flow.pause_writing()
+
+        plain.write = write_and_pause
+        server.stream.push_token("r", 0, 2, 7)
+        assert not plain.is_open
+        plain.write = write
+        server.cycle.flow.resume_writing()
+        server.stream.push_token("r", 0, 3, 8)
+        await settle()
+        assert text(server.events()) == tokenizer.decode([*PROMPT, 5, 6, 7, 8])[len(tokenizer.decode(PROMPT)) :]
+        await cancelled(server, task)
+
+    asyncio.run(main())
+
+
+def test_given_a_plain_stream_when_it_is_closed_then_nothing_of_it_waits_for_a_collection(tokenizer: Tokenizer) -> None:
+    async def main() -> weakref.ref[Generation]:
+        server, task = await begun(tokenizer)
+        await cancelled(server, task)
+        generation = weakref.ref(server.generation)
+        server.chunks = server.response = server.generation = None  # type: ignore[assignment]
+        return generation
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(main())() is None
+    finally:
+        gc.enable()
 
 
 def test_given_another_server_when_its_receive_is_asked_then_there_is_no_short_way() -> None:
