@@ -43,7 +43,7 @@ class TokenTimes:
     def settle(self, plains: Iterable[PlainChoice]) -> None:
         """Take over what they have counted."""
         for plain in plains:
-            self._last[plain.choice] = plain.last_at
+            self._last[plain.choice] = max(self._last[plain.choice], plain.last_at)
 
     def ended(self, outputs: Iterable[ChoiceOutput]) -> None:
         """Observe the time that a token took in each choice, the first one aside."""
