@@ -73,9 +73,9 @@ FOUND_WITH = {
         SAFETY,
         524425,
         [
-            Fault(0.8, "poison", "request", 1, 0.0, 7),
-            Fault(1.7, "drop", "gateway wire", 0, 0.0, 7),
-            Fault(4.253, "reset", "gateway wire", 0, 0.0, 0),
+            Fault(0.473, "poison", "request", 2, 0.0, 5),
+            Fault(2.89, "drop", "gateway wire", 0, 0.0, 7),
+            Fault(6.257, "reset", "gateway wire", 0, 0.0, 0),
             Fault(7.5, "cut", "gateway wire", 0, 1.5, 6),
         ],
     ),
