@@ -132,6 +132,8 @@ class Generation:
         self._stream.direct = self._pour
         self._times.begin(self._plain.values())
         if sink.is_open:
+            for plain in self._plain.values():
+                plain.look_ahead()
             self._stream.open_ways()
         try:
             await self._stream.wait()

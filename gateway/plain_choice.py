@@ -83,6 +83,10 @@ class PlainChoice(ShortWay):
         self._gaps = gaps
         self._fail = fail
 
+    def look_ahead(self) -> None:
+        """Before its way is opened: tokens that came another way may have ended within a character."""
+        self.spelled = self._spelling.known if self._output.is_between else _NONE
+
     def push(self, token_id: int) -> bool:
         """Take a token alone, if it is open."""
         if not self.is_open:
@@ -131,7 +135,7 @@ class PlainChoice(ShortWay):
                 self.write(b"".join((_size(self.size + len(data)), self.head, data, self.tail)))
         except Exception as error:
             self._fail(error)
-        self._look_ahead()
+        self.look_ahead()
 
     def _spell(self, token_id: int) -> bytes:
         """Of a token whose text is not known."""
@@ -139,14 +143,11 @@ class PlainChoice(ShortWay):
             if self._output.is_between:
                 self._spelling.learn(token_id)
             text = self._output.push_tokens([token_id])
-            self._look_ahead()
+            self.look_ahead()
             return self._spelling.spell(text) if text else b""
         except Exception as error:
             self._fail(error)
             return b""
-
-    def _look_ahead(self) -> None:
-        self.spelled = self._spelling.known if self._output.is_between else _NONE
 
 
 def _size(size: int) -> bytes:

@@ -281,6 +281,8 @@ class GatewaySession:
 
     def _end(self, request_id: str, error: Exception | None = None, *, keep: bool = False) -> None:
         """The one place where a request leaves the journal. `keep`: the engine keeps it, if it is a stream."""
+        if error is not None:
+            self.flush()
         entry = self._journal.remove(request_id)
         if entry is None:
             return

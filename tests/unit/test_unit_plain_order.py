@@ -139,3 +139,30 @@ def test_given_nothing_that_is_held_back_when_a_token_comes_then_it_is_told_at_o
         await talk.end()
 
     asyncio.run(main())
+
+
+def test_given_part_of_a_character_that_came_another_way_when_known_tokens_follow_then_it_stands_before_them(
+    tokenizer: Tokenizer,
+) -> None:
+    lead = next(i for i in range(3, 300) if tokenizer.token_bytes(i) == b"\xc3")
+
+    async def main() -> None:
+        talk = Talk(tokenizer, PLAIN)
+        await talk.begin()
+
+        def come(token_id: int) -> None:
+            talk.tokens.append(token_id)
+            talk.hear(OutputBatch(1, 1, [], refs=[0], indexes=[len(talk.tokens) - 1], token_ids=[token_id]))
+
+        for token_id in (44, 45, 44, 45):
+            come(token_id)
+        talk.server.cycle.flow.pause_writing()
+        come(lead)
+        talk.server.cycle.flow.resume_writing()
+        await settle()
+        for token_id in (44, 45):
+            come(token_id)
+        assert text(talk.server.events()) == talk.whole()
+        await talk.end()
+
+    asyncio.run(main())

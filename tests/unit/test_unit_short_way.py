@@ -7,7 +7,7 @@ import pytest
 from novainfer.client.session import GatewaySession
 from novainfer.client.stream import Backlog, ShortWay
 from novainfer.protocol.link import Packet
-from novainfer.protocol.messages import FINISH_LENGTH, AddRequest, EngineInfo, OutputBatch, TokenOutput
+from novainfer.protocol.messages import FINISH_LENGTH, AddRequest, EngineInfo, OutputBatch, RequestRejected, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from tests.unit.test_unit_link import Stream
 
@@ -201,3 +201,11 @@ def test_given_a_request_that_moves_to_another_engine_when_its_tokens_come_from_
     talk.hear_tokens(2, 6, 7)
     assert talk.way.taken == [[4], [6]]
     assert talk.journal() == [[3, 4, 6], [3, 5, 7]]
+
+
+def test_given_tokens_that_are_held_back_when_their_request_is_refused_then_they_are_told_before() -> None:
+    talk = Talk()
+    talk.backlog.is_behind = True
+    talk.hear_tokens(1, 4)
+    talk.hear(RequestRejected("r", 503, "no more"))
+    assert talk.way.taken == [[4]]
