@@ -21,7 +21,9 @@ _BUFFER_BYTES = 64 * 1024
 # microsecond or two for each event). Clients on other hosts are not.
 _PAUSE = 0.001
 _MOST_WAIT = 60.0  # seconds for the last answers
-_LONGEST_END = 5  # bytes
+_EVENT = b"data: {"
+_END = b"0\r\n\r\n"  # of a streamed body
+_LENGTH = b"content-length: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class _Client:
     count: int = 0  # of requests
     sent_at: float = 0.0  # 0 once an answer has begun
     num_events: int = 0
-    tail: bytes = b""
+    tail: bytes = b""  # the last bytes that came: what is looked for may come in two reads
+    left: int = -1  # bytes of a whole answer that are still to come; unknown before its head
 
 
 class _Load:
@@ -88,7 +91,6 @@ class _Load:
     def __init__(self, job: RawJob) -> None:
         self.seen = RawSeen()
         self._job = job
-        self._end = b"0\r\n\r\n" if job.is_streamed else b"}"
         self._buffer = bytearray(_BUFFER_BYTES)
         self._until = 0.0
 
@@ -105,7 +107,12 @@ class _Load:
             if not found or time.perf_counter() > self._until + _MOST_WAIT:
                 self.seen.failures.append(f"{len(open_clients)} answers did not end")
             for fd, _ in found:
-                if not self._read(open_clients[fd]):
+                try:
+                    goes_on = self._read(open_clients[fd])
+                except OSError as error:
+                    self.seen.failures.append(f"the connection failed: {error}")
+                    return
+                if not goes_on:
                     ready.unregister(fd)
                     del open_clients[fd]
         self.seen.seconds = time.perf_counter() - began
@@ -127,33 +134,54 @@ class _Load:
         }
         payload = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(payload)}\r\n"
-        client.num_events, client.tail, client.sent_at = 0, b"", time.perf_counter()
+        client.num_events, client.tail, client.left, client.sent_at = 0, b"", -1, time.perf_counter()
         client.sock.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + payload)
 
     def _read(self, client: _Client) -> bool:
         """Take what has come; whether more is to come on this connection."""
-        buffer, is_streamed = self._buffer, self._job.is_streamed
+        buffer = self._buffer
         num = client.sock.recv_into(buffer)
         if not num:
-            self.seen.failures.append("the connection ended")
-            return False
-        if client.sent_at and (not is_streamed or buffer.find(b"data:", 0, num) >= 0):
+            return self._fail("the connection ended")
+        if client.sent_at:
+            if not buffer.startswith(b"HTTP/1.1 200"):
+                return self._fail(self._words(num))
             self.seen.first_bytes.append(time.perf_counter() - client.sent_at)
             client.sent_at = 0.0
-        client.num_events += buffer.count(b"data: {", 0, num)
-        tail = bytes(buffer[max(num - _LONGEST_END, 0) : num])
-        if num < _LONGEST_END:
-            tail = (client.tail + tail)[-_LONGEST_END:]
-        client.tail = tail
-        return not tail.endswith(self._end) or self._has_answer(client, num)
+        return self._read_events(client, num) if self._job.is_streamed else self._read_whole(client, num)
 
-    def _has_answer(self, client: _Client, num: int) -> bool:
+    def _read_events(self, client: _Client, num: int) -> bool:
+        buffer, reach = self._buffer, len(_EVENT) - 1
+        edge = client.tail + buffer[: min(num, reach)]  # too short at either side to hold one that is counted below
+        client.num_events += buffer.count(_EVENT, 0, num) + edge.count(_EVENT)
+        if buffer.find(b'data: {"error"', 0, num) >= 0:
+            return self._fail(self._words(num))
+        client.tail = (client.tail + bytes(buffer[max(num - reach, 0) : num]))[-reach:]
+        return not client.tail.endswith(_END) or self._has_answer(client)
+
+    def _read_whole(self, client: _Client, num: int) -> bool:
+        if client.left < 0:  # the head comes at once, with a part of the body
+            place, end = self._buffer.find(_LENGTH, 0, num), self._buffer.find(b"\r\n\r\n", 0, num)
+            if not 0 <= place < end:
+                return self._fail(self._words(num))
+            length = int(self._buffer[place + len(_LENGTH) : self._buffer.index(b"\r", place)])
+            client.left = end + 4 + length
+        client.left -= num
+        return client.left > 0 or self._has_answer(client)
+
+    def _has_answer(self, client: _Client) -> bool:
         if self._job.is_streamed and client.num_events < 1:
-            self.seen.failures.append(self._buffer[: min(num, 200)].decode(errors="replace"))
-            return False
+            return self._fail("an answer without an event")
         self.seen.num_answers += 1
         self.seen.num_events += client.num_events
         if time.perf_counter() > self._until:
             return False
         self._send(client)
         return True
+
+    def _fail(self, words: str) -> bool:
+        self.seen.failures.append(words)
+        return False
+
+    def _words(self, num: int) -> str:
+        return bytes(self._buffer[: min(num, 500)]).decode(errors="replace")

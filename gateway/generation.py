@@ -155,11 +155,8 @@ class Generation:
         sink = self._sink
         if sink is None or self.client_gone or self._failure is not None:
             return False
-        plain = self._plain.get((request_id, choice))
-        if plain is not None:
-            return plain.push(token_id)
-        if not sink.is_open:
-            return False
+        if (request_id, choice) in self._plain or not sink.is_open:
+            return False  # what has a short way and does not go there is to wait
         try:
             self._pour_delta(sink, TokenOutput(request_id, choice, index, [token_id]))
         except Exception as error:

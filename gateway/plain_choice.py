@@ -87,13 +87,6 @@ class PlainChoice(ShortWay):
         """Before its way is opened: tokens that came another way may have ended within a character."""
         self.spelled = self._spelling.known if self._output.is_between else _NONE
 
-    def push(self, token_id: int) -> bool:
-        """Take a token alone, if it is open."""
-        if not self.is_open:
-            return False
-        self.pour([(self, token_id)])
-        return True
-
     @classmethod
     def pour(cls, taken: list[tuple[PlainChoice, int]]) -> None:
         """See `ShortWay`."""

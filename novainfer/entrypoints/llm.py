@@ -180,16 +180,7 @@ class LLM:
                 self.cancel(output.request_id)
         if fault is not None:
             raise fault
-        if not self._live:
-            self._collect_rest()
         return self._take_ended()
-
-    def _collect_rest(self) -> None:
-        """Steps that were submitted before it was known that nobody needs them: later, the scheduler would take the
-        time until then for theirs.
-        """
-        while self._engine.scheduler.num_in_flight:
-            self._engine.collect(None)
 
     def _take_ended(self) -> list[dict[str, Any]]:
         ended, self._ended = self._ended, []

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Set
 
 from novainfer.scheduler.batch import StepBatch
-from novainfer.scheduler.drafting import Drafting
+from novainfer.scheduler.drafting import MOST_DRAFTS, Drafting
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.placement import Placement
@@ -89,8 +89,8 @@ class StepAssembly:
         if taken:
             order = [s for s in order if id(s) not in taken]
         cohort = self._rows.cohort
-        room = self.batch.budget - self._rows.num_rows
-        self._drafts = self._drafting.choose(self._step, self._rows.running, cohort, room)
+        room = min(self.batch.budget - self._rows.num_rows, MOST_DRAFTS - sum(self.batch.drafts.values()))
+        self._drafts = self._drafting.choose(self._step, self._rows, room)
         is_plain = not (self._excess or self._isolation or self._drafts)
         if not is_plain:
             cohort.dissolve()

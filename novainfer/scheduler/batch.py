@@ -211,6 +211,8 @@ class StepBatch:
         self.drafts[place] = most
         self.budget -= most
         sequence.num_ahead += most
+        if sequence.drafts is not None:
+            sequence.drafts.is_tried = True
 
     def add_new_row(self, row: NewRow) -> None:
         """A sequence starts with this step."""

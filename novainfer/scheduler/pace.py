@@ -15,10 +15,8 @@ _UNKNOWN_COST = 0.3  # of one more token, before anything was measured
 _CONTEXT_UNIT = 1000.0  # tokens; keeps the numbers of one size
 _TOKEN_UNIT = 100.0
 _SIZE = 4  # numbers to learn
-_FEW_DRAFTS, _DRAFTS_PART = (
-    2.0,
-    0.25,
-)  # what is assumed: as if so many steps had said so, and it were this part of a step
+_FEW_DRAFTS = 2.0  # steps with drafts that are assumed until there were some
+_DRAFTS_PART = 0.25  # of a step's time: what drafts added to those
 
 
 class StepPace:

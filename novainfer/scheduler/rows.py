@@ -18,7 +18,10 @@ _EXCESS = 1.5
 
 
 class Rows:
-    """Of workers that hold nothing yet. `running` is in order of `Sequence.age`, oldest first."""
+    """Of workers that hold nothing yet. `running` is in order of `Sequence.age`, oldest first.
+
+    num_changes: how often it has changed.
+    """
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class Rows:
         self.kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=cache.enable_prefix_caching)
         self.num_rows = min(info.max_num_seqs, config.max_num_seqs)
         self.running: list[Sequence] = []
+        self.num_changes = 0
         self.cohort = Cohort(info.block_size, self.num_rows, in_flight)
         self._shares = shares
         self._free = list(range(self.num_rows - 1, -1, -1))
@@ -47,6 +51,7 @@ class Rows:
         """The sequence gets a row and runs from now on. A row must be free."""
         sequence.row = self._free.pop()
         insort(self.running, sequence, key=lambda s: s.age)
+        self.num_changes += 1
         self.cohort.got_row(sequence)
         self._shares.of(sequence.tenant).num_rows += 1
 
@@ -55,6 +60,7 @@ class Rows:
         self.cohort.loses_row(sequence)
         self.kv.release(sequence.table)
         del self.running[bisect_left(self.running, sequence.age, key=lambda s: s.age)]
+        self.num_changes += 1
         self._shares.of(sequence.tenant).num_rows -= 1
         self._freed.append(sequence.row)
         self._free.append(sequence.row)

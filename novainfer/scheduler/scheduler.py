@@ -303,13 +303,13 @@ class Scheduler:
         return StepOutputs(plain, others, prompt_logprobs)
 
     def _measure(self, record: StepRecord, num_drafted: int) -> None:
-        """How long the step took: from the result before it, or from its submission to idle workers."""
+        """How long it took, from the result before it or its submission; one that nobody needs may have been left."""
         if self.now is None or record.submitted is None:
             return
         self.timing.first_tokens(record.begun, self.now)
         seconds = self.now - max(self._last_result, record.submitted)
         self._last_result = self.now
-        if seconds > 0:
+        if seconds > 0 and not all(sequence.finished for sequence in record.sequences):
             self._drafting.pace.observe(seconds, record.num_tokens, record.context, num_drafted)
 
     def _take_tokens(

@@ -33,6 +33,7 @@ class Player:
         self.log: list[object] = []
         self.most_members = 0
         self.num_steps_with_both = 0  # in which some were members and some were not
+        self.num_members_who_draft = 0  # over all turns: members that may have drafts in other steps
         self._number = 0
         self._now = 0.0
         self._tenants = rng.choice((("a",), ("a",), ("a", "b"), ("a", "b", "c")))
@@ -172,6 +173,7 @@ class Player:
         members = len(scheduler.running) - len(self.cohort.others)
         self.most_members = max(self.most_members, members)
         self.num_steps_with_both += bool(members and self.cohort.others)
+        self.num_members_who_draft += sum(bool(s.joined) and s.drafts is not None for s in scheduler.running)
 
 
 def is_same(seed: int, num_turns: int = 400) -> bool:
@@ -200,6 +202,7 @@ def test_given_the_histories_when_played_then_the_cohort_is_used_alone_and_besid
         assert not any((player.cohort._stop_ids, player.cohort._tenants, player.cohort._last_steps))
     assert sum(player.most_members >= 4 for player in players) > 5
     assert sum(player.num_steps_with_both > 50 for player in players) > 5
+    assert sum(player.num_members_who_draft > 100 for player in players) > 3
 
 
 def lose_a_token(patch: pytest.MonkeyPatch) -> None:

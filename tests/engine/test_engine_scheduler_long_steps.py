@@ -76,3 +76,18 @@ def test_given_long_steps_when_all_are_done_then_every_stream_is_what_it_is_alon
     for number, length in enumerate(lengths):
         want = oracle_stream(prompt_of(length, number), SamplingParams(seed=0, max_tokens=30), 0, set(), 50)
         assert driver.streams[f"r{number}", 0] == want
+
+
+def test_given_a_step_that_nobody_needed_when_its_result_is_taken_much_later_then_steps_do_not_count_as_long() -> None:
+    driver = Driver(OracleExecutor(num_blocks=400, max_num_seqs=16), max_num_seqs=16, steps_in_flight=2)
+    scheduler, left = driver.engine.scheduler, 0
+    scheduler.now = 0.0
+    for number in range(12):
+        driver.add(f"r{number}", prompt_of(20, number), max_tokens=10, stop_token_ids=list(range(15)))
+        while f"r{number}" in scheduler.requests:
+            scheduler.now += 0.001
+            driver.step()
+        left += scheduler.num_in_flight
+        scheduler.now += 100.0  # nobody asks until the next request
+    assert left > 4, "a stop token is seen when the next step is out"
+    assert 0 < scheduler._drafting.pace.step_seconds(1, 30) < 0.01

@@ -15,7 +15,12 @@ from novainfer.scheduler.pace import StepPace
 pytestmark = pytest.mark.unit
 
 STEP, ONE_MORE = 0.01, 0.0001  # seconds: of a step, and of a token more in it
-COHORT: Any = SimpleNamespace(num_computed=lambda sequence: sequence.num_computed_tokens)
+_COHORT: Any = SimpleNamespace(num_computed=lambda sequence: sequence.num_computed_tokens)
+
+
+def running(rows: list[Any], num_changes: int = 0) -> Any:
+    """num_changes: of a list that is not the one before."""
+    return SimpleNamespace(running=rows, cohort=_COHORT, num_changes=num_changes)
 
 
 def row(drafts: DraftPace | None = None) -> Any:
@@ -44,7 +49,7 @@ def told(pace: DraftPace, *, is_true: bool, looks: int = 20) -> DraftPace:
 
 
 def steps_with_drafts(drafting: Drafting, rows: list[Any], first: int = 1, last: int = 256) -> list[int]:
-    return [step for step in range(first, last + 1) if drafting.choose(step, rows, COHORT, room=512)]
+    return [step for step in range(first, last + 1) if drafting.choose(step, running(rows, id(rows)), room=96)]
 
 
 def test_given_drafts_when_measured_then_their_price_is_known_apart_from_their_tokens() -> None:
@@ -77,28 +82,33 @@ def test_given_a_new_row_when_it_looks_for_the_first_time_then_it_may_have_draft
     others = [old, *[row() for _ in range(14)]]
     assert steps_with_drafts(drafting, others, last=10) == []
     new = row(DraftPace())
-    found = {step: drafting.choose(step, [*others, new], COHORT, room=512) for step in range(11, 60)}
-    (step,) = [step for step, chosen in found.items() if chosen]
-    assert step <= 32
-    assert list(found[step]) == [id(new)]
+    rows, found = running([*others, new], 1), {}
+    for step in range(11, 60):
+        found[step] = drafting.choose(step, rows, room=96)
+        if found[step] and step > 16:
+            new.drafts.is_tried = True  # it got them; the first time there was no room after all
+    steps = [step for step, chosen in found.items() if chosen]
+    assert len(steps) > 1
+    assert all(list(found[step]) == [id(new)] for step in steps)
+    assert steps[-2] <= 16 < steps[-1] <= 48, "and no more once it had them"
 
 
 def test_given_no_room_or_nobody_who_may_when_asked_then_there_are_none() -> None:
     drafting = Drafting(learnt(0.004))
     assert steps_with_drafts(drafting, [row() for _ in range(4)]) == []
-    assert drafting.choose(300, [row(told(DraftPace(), is_true=True))], COHORT, room=0) == {}
+    assert drafting.choose(300, running([row(told(DraftPace(), is_true=True))], 1), room=0) == {}
     assert steps_with_drafts(drafting, []) == []
 
 
 def test_given_little_room_when_drafts_are_chosen_then_they_fit() -> None:
     rows = [row(told(DraftPace(), is_true=True)) for _ in range(4)]
-    chosen = Drafting(learnt(0.004)).choose(1, rows, COHORT, room=7)
+    chosen = Drafting(learnt(0.004)).choose(1, running(rows), room=7)
     assert sum(chosen.values()) == 7
 
 
 def test_given_a_row_at_its_end_when_drafts_are_chosen_then_it_has_none_behind_it() -> None:
     last = row(told(DraftPace(), is_true=True))
     last.end_len = 103  # two more tokens, the second of which may be a draft
-    assert Drafting(learnt(0.0)).choose(64, [last], COHORT, room=512) == {id(last): 1}
+    assert Drafting(learnt(0.0)).choose(64, running([last]), room=96) == {id(last): 1}
     last.end_len = 102
-    assert Drafting(learnt(0.0)).choose(64, [last], COHORT, room=512) == {}
+    assert Drafting(learnt(0.0)).choose(64, running([last]), room=96) == {}

@@ -118,6 +118,14 @@ class Server:
         self.num_sent += 1
         await self.cycle.send(message)  # type: ignore[arg-type]
 
+    def come(self, place: int, token_id: int, choice: int = 0) -> None:
+        """A plain token from the engine, as a session hands it on."""
+        way = self.generation._plain.get(("r", choice))
+        if way is not None and way.is_open:
+            way.pour([(way, token_id)])
+        else:
+            self.stream.push_token("r", choice, place, token_id)
+
     def start(self) -> asyncio.Task[None]:
         scope: Any = self.cycle.scope
         return asyncio.create_task(self.response(scope, self.cycle.receive, self.send))
@@ -180,7 +188,7 @@ def test_given_any_pace_and_a_client_that_is_slow_at_times_when_streamed_then_al
             if count > 1 or is_last or place == 0:
                 server.stream.push(TokenOutput("r", 0, place, part, "length" if is_last else None))
             else:
-                server.stream.push_token("r", 0, place, part[0])
+                server.come(place, part[0])
             place += count
             server.backlog.is_behind = rng.random() < 0.1
             if rng.random() < 0.2:
@@ -208,15 +216,15 @@ def test_given_a_stream_that_has_begun_when_plain_tokens_come_then_no_task_is_ne
     async def main() -> None:
         server = Server(tokenizer)
         task = server.start()
-        server.stream.push_token("r", 0, 0, 5)
+        server.come(0, 5)
         await settle()
         sent = server.num_sent
         for place in range(1, 6):
-            server.stream.push_token("r", 0, place, 5 + place)
+            server.come(place, 5 + place)
         assert token_ids(server.events()) == [5, 6, 7, 8, 9, 10], "at once"
         assert server.num_sent == sent
         server.cycle.flow.pause_writing()
-        server.stream.push_token("r", 0, 6, 11)
+        server.come(6, 11)
         await settle()
         assert token_ids(server.events()) == [5, 6, 7, 8, 9, 10], "its client is slow"
         server.cycle.flow.resume_writing()
@@ -240,7 +248,7 @@ def test_given_a_stop_string_when_it_is_met_on_the_way_then_the_choice_ends_and_
         server = Server(tokenizer, stop=[stop])
         task = server.start()
         for place, token in enumerate(tokens):
-            server.stream.push_token("r", 0, place, token)
+            server.come(place, token)
             await settle()
         assert server.cancels == ["r"]
         server.stream.end("r")
@@ -260,15 +268,15 @@ def test_given_a_backlog_when_tokens_come_then_they_are_merged_and_the_next_ones
     async def main() -> None:
         server = Server(tokenizer)
         task = server.start()
-        server.stream.push_token("r", 0, 0, 5)
+        server.come(0, 5)
         await settle()
-        server.stream.push_token("r", 0, 1, 6)
+        server.come(1, 6)
         server.backlog.is_behind = True
         for index in range(2, 9):
-            server.stream.push_token("r", 0, index, index + 5)
+            server.come(index, index + 5)
         await settle()
         server.backlog.is_behind = False
-        server.stream.push_token("r", 0, 9, 14)
+        server.come(9, 14)
         server.stream.push(TokenOutput("r", 0, 10, [15], "length"))
         server.stream.end("r")
         await asyncio.wait_for(task, 20)
@@ -302,7 +310,7 @@ async def begun(tokenizer: Tokenizer, choices: int = 1) -> tuple[Server, asyncio
     task = server.start()
     for place, token in enumerate((5, 6)):
         for choice in range(choices):
-            server.stream.push_token("r", choice, place, token)
+            server.come(place, token, choice)
         await settle()
     assert len(server.generation._plain) == choices
     return server, task
@@ -322,14 +330,14 @@ def test_given_a_plain_stream_when_tokens_come_then_no_task_is_needed_and_a_slow
         sent, tokens = server.num_sent, [5, 6]
         for place in range(2, 6):
             tokens.append(5 + place)
-            server.stream.push_token("r", 0, place, tokens[-1])
+            server.come(place, tokens[-1])
         after = tokenizer.decode(PROMPT)
         assert text(server.events()) == tokenizer.decode([*PROMPT, *tokens])[len(after) :], "at once"
         server.cycle.flow.pause_writing()
         before = server.pipe.data
         for place in range(6, 9):
             tokens.append(5 + place)
-            server.stream.push_token("r", 0, place, tokens[-1])
+            server.come(place, tokens[-1])
             await settle()
         assert server.pipe.data == before
         assert server.num_sent <= sent + 1, "it waits in a send"
@@ -351,7 +359,7 @@ def test_given_plain_choices_when_their_tokens_come_then_each_goes_to_its_own_an
         began = server.generation._times._last[0]
         for place in range(2, 12):
             for choice in range(3):
-                server.stream.push_token("r", choice, place, 20 + 3 * place + choice)
+                server.come(place, 20 + 3 * place + choice, choice)
         took = time.perf_counter() - began
         assert sum(gaps._counts) - before == 30
         assert 0 < gaps._sum - sum_before < 3 * took + 1e-6, "each since the one before"
@@ -374,7 +382,7 @@ def test_given_a_plain_stream_when_its_tokens_come_then_the_client_is_not_told_t
         server, task = await begun(tokenizer)
         watch = server.response._watch
         began, watch.waits_since = watch.time(), -1e9
-        server.stream.push_token("r", 0, 2, 7)
+        server.come(2, 7)
         watch._look()
         assert watch.waits_since >= began
         assert server.num_sent == 2, "no word of ours"
@@ -391,7 +399,7 @@ def test_given_a_fault_on_the_way_when_a_token_comes_then_the_stream_ends_with_a
         server = Server(tokenizer, request_)
         task = server.start()
         for place in range(2):
-            server.stream.push_token("r", 0, place, 5 + place)
+            server.come(place, 5 + place)
             await settle()
 
         def fail(self: object, *arguments: object) -> bytes:
@@ -401,7 +409,7 @@ def test_given_a_fault_on_the_way_when_a_token_comes_then_the_stream_ends_with_a
             monkeypatch.setattr(Spelling, "learn", fail)
         else:
             monkeypatch.setattr(BodyWriter, "write", fail)
-        server.stream.push_token("r", 0, 2, 7)  # raises nothing here: other streams are behind it
+        server.come(2, 7)  # raises nothing here: other streams are behind it
         await asyncio.wait_for(task, 20)
         server.generation.close()
         assert "error" in server.events()[-1]
@@ -417,11 +425,13 @@ def test_given_a_client_that_has_gone_when_a_token_comes_then_nothing_is_written
         server = Server(tokenizer, request_)
         task = server.start()
         for place in range(2):
-            server.stream.push_token("r", 0, place, 5 + place)
+            server.come(place, 5 + place)
             await settle()
-        server.generation.client_gone = True
+        server.cycle.disconnected = True
+        server.cycle.message_event.set()
+        await settle()
         before = server.pipe.data
-        server.stream.push_token("r", 0, 2, 7)
+        server.come(2, 7)
         await asyncio.wait_for(task, 20)
         server.generation.close()
         assert server.pipe.data == before
@@ -444,11 +454,11 @@ def test_given_a_client_that_becomes_slow_with_a_token_when_it_is_written_then_i
             server.cycle.flow.pause_writing()
 
         plain.write = write_and_pause
-        server.stream.push_token("r", 0, 2, 7)
+        server.come(2, 7)
         assert not plain.is_open
         plain.write = write
         server.cycle.flow.resume_writing()
-        server.stream.push_token("r", 0, 3, 8)
+        server.come(3, 8)
         await settle()
         assert text(server.events()) == tokenizer.decode([*PROMPT, 5, 6, 7, 8])[len(tokenizer.decode(PROMPT)) :]
         await cancelled(server, task)
@@ -483,7 +493,7 @@ def test_given_a_delta_without_text_when_written_then_no_empty_part_ends_the_bod
     async def main() -> None:
         server = Server(tokenizer)
         task = server.start()
-        server.stream.push_token("r", 0, 0, 5)
+        server.come(0, 5)
         await settle()
         server.chunks = lambda delta: b""  # type: ignore[assignment]
         server.response._chunks = server.chunks
