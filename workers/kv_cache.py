@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -174,6 +175,7 @@ def gpu_budget(config: ServeConfig, device: torch.device, work_space: int) -> in
     """Bytes for the KV cache of the rank that owns `device`: what is free once the weights are loaded, but for
     `work_space` and the share that is not to be used.
     """
+    gc.collect()  # an engine that was dropped may have its memory until then
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     reserve = int(total * (1.0 - config.cache.gpu_memory_utilization))

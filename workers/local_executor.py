@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
+
+import torch
 
 from novainfer.config import ServeConfig
 from novainfer.errors import ConfigError, EngineError
@@ -66,3 +69,6 @@ class LocalExecutor:
         self._worker = None
         self._plans.clear()
         self._launched.clear()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            gc.collect()  # graphs and what records them hold each other, and all memory of the worker
+            torch.cuda.empty_cache()

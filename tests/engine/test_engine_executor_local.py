@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from novainfer.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.errors import ConfigError, EngineError
 from novainfer.protocol.step import StepPlan, StepResult
 from tests.builders import PlanWriter
+from workers import worker as worker_module
 from workers.local_executor import LocalExecutor
 from workers.model_runner import ModelRunner, PendingStep
 
@@ -81,3 +86,26 @@ def test_a_device_that_works_on_its_own_when_two_plans_wait_then_both_are_launch
 def test_several_ranks_when_asked_for_in_process_then_config_error() -> None:
     with pytest.raises(ConfigError, match="one rank"):
         LocalExecutor(ServeConfig(parallel=ParallelConfig(tensor_parallel_size=2)))
+
+
+def test_a_worker_with_graphs_when_closed_then_its_memory_is_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[bool] = []
+
+    def record(call: Callable[[], None]) -> Callable[[], None]:
+        call()
+        return call
+
+    monkeypatch.setattr(worker_module, "has_graphs", lambda config, model, device: True)
+    monkeypatch.setattr(worker_module, "cuda_recorder", lambda device: record)
+    executor = LocalExecutor(CONFIG)
+    executor.record_graphs()
+    assert executor._worker is not None
+    cache = weakref.ref(executor._worker.cache)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(cache() is None))
+    gc.disable()
+    try:
+        executor.close()
+    finally:
+        gc.enable()
+    assert emptied == [True]
