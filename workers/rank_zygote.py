@@ -21,6 +21,7 @@ from setproctitle import setproctitle
 
 from novainfer.logs import configure
 from novainfer.transport.zygote import Zygote
+from workers.kept_config import is_transformers_wanted
 from workers.launch import RankLaunch
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def import_all() -> None:
     import numpy  # noqa: F401
 
     del os.environ["OPENBLAS_NUM_THREADS"]
-    import transformers.models.auto.configuration_auto  # noqa: F401
+    if is_transformers_wanted():
+        import transformers.models.auto.configuration_auto  # noqa: F401
 
     import workers.step_loop
     import workers.worker  # noqa: F401

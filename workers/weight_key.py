@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
 from kernels.backend import KernelBackend
 from kernels.native.build import build_key
@@ -35,7 +35,7 @@ def weight_key(config: ModelConfig, kernels: KernelBackend, tp: TensorParallel) 
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for part in (
         f"{kernels.name} {kernels.isa} {build_key()}",
-        f"torch {torch.__version__}, transformers {transformers.__version__}",
+        f"torch {torch.__version__}, transformers {version('transformers')}",
     ):
         digest.update(part.encode() + b"\0")
     for source in _sources():

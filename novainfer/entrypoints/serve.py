@@ -28,6 +28,7 @@ from novainfer.text.preflight import check_text_files
 from novainfer.transport.addresses import RunDir, check_space, is_private, write_private
 from novainfer.transport.cluster import cluster_links
 from novainfer.transport.replicas import REPLICA_DIR
+from workers.kept_config import tell_zygote
 from workers.weight_ahead import read_ahead
 
 LOCK = "lock"  # in a run directory; held while a server runs there
@@ -54,6 +55,7 @@ def serve(config: ServeConfig) -> int:
     folder = check_model(model)
     if config.parallel.executor == "model":
         check_split(folder, config.parallel.tensor_parallel_size)
+        tell_zygote(folder, model)
     if config.parallel.cluster_host is None:  # else the ranks' hosts see to it (`RankHost`)
         read_ahead(folder, config, range(config.parallel.tensor_parallel_size))
     text = folder if model.tokenizer is None else resolve_checkpoint(model.tokenizer, revision=model.revision)

@@ -69,11 +69,13 @@ class Pieces:
         return self.text_of(token).encode() if byte is None else bytes([byte])
 
 
-def parse_decoder(tokenizer_json: str) -> Pieces:
-    """Read the decoder of a serialised tokenizer. Raises `ConfigError` for a kind that no causal LM here uses."""
-    spec = json.loads(tokenizer_json).get("decoder")
-    if spec is None:
+def parse_decoder(decoder_json: bytes | None) -> Pieces:
+    """Read the decoder of a tokenizer, None if it has none. Raises `ConfigError` for a kind that no causal LM here
+    uses.
+    """
+    if decoder_json is None:
         return Pieces(separator=" ")
+    spec = json.loads(decoder_json)
     steps: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:

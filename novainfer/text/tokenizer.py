@@ -7,7 +7,7 @@ Immutable after loading and safe to use from several threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,14 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens = _special_tokens(config, folder)
         _mark_special(backend, self.special_tokens)
-        self.pieces: Pieces = parse_decoder(backend.to_str())
+        # The decoder's part alone: all of a tokenizer is megabytes of JSON.
+        self.pieces: Pieces = parse_decoder(None if backend.decoder is None else backend.decoder.__getstate__())
         # The same tokens come again and again.
         self._token_bytes = lru_cache(_KEPT_TOKENS)(self._spell)
         self._whole_text = lru_cache(_KEPT_TOKENS)(self._spell_whole)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
-        self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)  # characters
         self.model_max_length = _plain_int(config.get("model_max_length"))
         self.chat_templates = read_templates(folder, config)
         self.eos_token_ids = self._find_eos(read_json(folder / FILE), read_json(folder / "config.json"))
@@ -82,7 +82,13 @@ class Tokenizer:
 
         A normalizer may shorten a text (white space, composed characters) before it is cut: hence the margin.
         """
-        return len(text) <= _SHORTENING * self._longest * num_tokens
+        most = _SHORTENING * num_tokens
+        return len(text) <= most or len(text) <= most * self._longest_token
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In characters. Looked for only where it matters: a large vocabulary takes a tenth of a second."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids that the vocabulary lacks have none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from novainfer.config import ModelConfig
 from novainfer.errors import ConfigError, UnsupportedModelError, words_of
 from novainfer.mode import NOT_QUANTIZED
 from workers.checkpoint import find_checkpoint, read_json
+from workers.kept_config import KeptConfig, keep, read_kept
 from workers.layers.build import LayerBuilder
 from workers.models.base import CausalLM
 from workers.models.decoder import Decoder
@@ -42,7 +45,7 @@ def load_model(
     Raises `UnsupportedModelError` with the reason if the checkpoint cannot be served this way.
     """
     folder = find_checkpoint(config.model, config.revision)
-    hf_config = load_hf_config(folder, config.trust_remote_code)
+    hf_config: Any = read_kept(folder, config) or load_hf_config(folder, config.trust_remote_code)
     stored = _stored_scheme(config, hf_config)
     dtype = _dtype(config, hf_config)
     native = hf_config.model_type in FAMILIES
@@ -57,7 +60,9 @@ def load_model(
             quantized = QuantizedLinears(QuantizedTensors(weights, stored), kernels, dtype, device)
         scheme = SCHEMES.get(config.quantization)
         build = LayerBuilder(weights, tp, kernels, dtype, device, scheme, quantized)
-        return _load_decoder(build, decoder_spec(hf_config, dtype, config.max_model_len), config.max_model_len)
+        spec = decoder_spec(hf_config, dtype, config.max_model_len)
+        _keep_config(folder, config, hf_config, spec)
+        return _load_decoder(build, spec, config.max_model_len)
     if tp.world_size > 1:
         raise UnsupportedModelError(
             f"'{hf_config.model_type}' runs through transformers' own code, which is not split over ranks here: "
@@ -90,6 +95,20 @@ def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
         words = f"transformers cannot read the config in '{folder}': {words_of(error)}"
         raise UnsupportedModelError(words) from error
     return hf_config
+
+
+def _keep_config(folder: Path, config: ModelConfig, hf_config: Any, spec: DecoderSpec) -> None:
+    """For the next start, if what is kept says the same."""
+    if isinstance(hf_config, KeptConfig):
+        return
+    with suppress(AttributeError, KeyError, TypeError, ValueError, UnsupportedModelError):  # then it does not
+        values = json.loads(json.dumps(hf_config.to_dict()))
+        aliases = hf_config.attribute_map.items()  # other names of some values
+        values |= {alias: values[name] for alias, name in aliases if name in values}
+        kept = KeptConfig(values)
+        is_same = decoder_spec(kept, _dtype(config, kept), config.max_model_len) == spec
+        if is_same and read_scheme(kept) == read_scheme(hf_config):
+            keep(folder, config, values)
 
 
 def _stored_scheme(config: ModelConfig, hf_config: Any) -> StoredScheme | None:

@@ -1,0 +1,165 @@
+"""A config that is kept makes the same decoder as the one that transformers reads, without its import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.backend import KernelBackend, select_backend
+from novainfer.config import ModelConfig
+from novainfer.errors import UnsupportedModelError
+from tests.parity.builders import FAMILIES, build_checkpoint
+from workers import kept_config
+from workers.kept_config import is_transformers_wanted, keep, read_kept, tell_zygote
+from workers.models import loader
+from workers.models.base import CausalLM
+from workers.tensor_parallel import TensorParallel
+
+pytestmark = pytest.mark.stage0
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where configs are kept; the fixture's user has no kernels to build."""
+    monkeypatch.setattr(kept_config, "cache_dir", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "configs"
+
+
+@pytest.fixture(scope="module")
+def kernels() -> KernelBackend:
+    return select_backend(CPU)
+
+
+def load(folder: Path, kernels: KernelBackend, **options: Any) -> CausalLM:
+    config = ModelConfig(model=str(folder), **options)
+    return loader.load_model(config, tp=TensorParallel.single(), kernels=kernels, device=CPU)
+
+
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("transformers was asked")
+
+    monkeypatch.setattr(loader, "load_hf_config", refuse)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_when_loaded_again_then_transformers_is_not_asked_and_the_decoder_is_the_same(
+    name: str, cache: Path, kernels: KernelBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_checkpoint(name, tmp_path / "model")
+    first = load(folder, kernels)
+    assert [path.suffix for path in cache.iterdir()] == [".json"]
+    without_transformers(monkeypatch)
+    assert load(folder, kernels).spec == first.spec
+
+
+@pytest.mark.parametrize("options", [{"weight_cache_gib": 0.0}, {"model_backend": "transformers"}])
+def test_a_config_that_is_not_to_be_kept_when_loaded_then_it_is_neither_written_nor_read(
+    options: dict[str, Any], cache: Path, kernels: KernelBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_checkpoint("llama", tmp_path / "model")
+    load(folder, kernels, **options)
+    assert not cache.exists()
+    load(folder, kernels)
+    assert read_kept(folder, ModelConfig()) is not None
+    assert read_kept(folder, replace(ModelConfig(), **options)) is None
+
+
+def test_a_config_when_it_changes_then_what_was_kept_is_not_used(
+    cache: Path, kernels: KernelBackend, tmp_path: Path
+) -> None:
+    folder = build_checkpoint("llama", tmp_path / "model")
+    assert load(folder, kernels).spec.max_position != 77
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 77}))
+    assert read_kept(folder, ModelConfig()) is None
+    assert load(folder, kernels).spec.max_position == 77
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"[1]", b"\xff", b'{"model_type": "lla'])
+def test_a_damaged_file_when_found_then_transformers_is_asked_again(
+    damage: bytes, cache: Path, kernels: KernelBackend, tmp_path: Path
+) -> None:
+    folder = build_checkpoint("llama", tmp_path / "model")
+    spec = load(folder, kernels).spec
+    (path,) = cache.iterdir()
+    path.write_bytes(damage)
+    assert load(folder, kernels).spec == spec
+    assert read_kept(folder, ModelConfig()) is not None
+
+
+def test_a_config_that_says_something_else_once_it_was_written_when_loaded_then_not_kept(
+    cache: Path, kernels: KernelBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loader.load_hf_config
+
+    def lossy(*arguments: Any) -> Any:
+        config = real(*arguments)
+        config.to_dict = lambda: {"model_type": "llama", "hidden_size": 8}
+        return config
+
+    monkeypatch.setattr(loader, "load_hf_config", lossy)
+    load(build_checkpoint("llama", tmp_path / "model"), kernels)
+    assert not cache.exists()
+
+
+def test_a_config_with_code_of_its_own_when_kept_then_refused(cache: Path, tmp_path: Path) -> None:
+    folder = build_checkpoint("llama", tmp_path / "model")
+    keep(folder, ModelConfig(), {"auto_map": {}})
+    assert not cache.exists()
+
+
+def test_a_checkpoint_without_config_when_asked_for_then_none_and_no_error(cache: Path, tmp_path: Path) -> None:
+    assert read_kept(tmp_path, ModelConfig()) is None
+    keep(tmp_path, ModelConfig(), {})
+    with pytest.raises(UnsupportedModelError):
+        loader.load_model(
+            ModelConfig(model=str(tmp_path)), tp=TensorParallel.single(), kernels=select_backend(CPU), device=CPU
+        )
+
+
+def test_many_configs_when_kept_then_the_oldest_go(cache: Path, tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / "config.json").write_text(str(number))
+        keep(tmp_path, ModelConfig(), {"number": number})
+        if number == 0:
+            (first,) = cache.iterdir()
+            os.utime(first, (1, 1))
+    assert len(list(cache.iterdir())) == 32
+    assert not first.exists()
+    assert vars(read_kept(tmp_path, ModelConfig()) or object)["number"] == 39
+
+
+def test_a_folder_that_cannot_be_written_when_kept_then_no_error(cache: Path, tmp_path: Path) -> None:
+    cache.parent.write_text("a file in its place")
+    (tmp_path / "config.json").write_text("{}")
+    keep(tmp_path, ModelConfig(), {})
+    assert read_kept(tmp_path, ModelConfig()) is None
+
+
+def test_zygote_when_told_that_a_config_is_kept_then_it_does_not_import_transformers(
+    cache: Path, kernels: KernelBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    folder = build_checkpoint("llama", tmp_path / "model")
+    tell_zygote(folder, ModelConfig())
+    assert is_transformers_wanted()
+    load(folder, kernels)
+    tell_zygote(folder, ModelConfig())
+    assert not is_transformers_wanted()
+    code = "import sys\nfrom workers.rank_zygote import import_all\nimport_all()\nprint('transformers' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], env=os.environ, text=True) == "False\n"
+    tell_zygote(folder, ModelConfig(weight_cache_gib=0.0))
+    assert is_transformers_wanted()
+    assert subprocess.check_output([sys.executable, "-c", code], env=os.environ, text=True) == "True\n"
