@@ -43,8 +43,9 @@ def read_kept(folder: Path, config: ModelConfig) -> KeptConfig | None:
     if not _may_be_kept(config):
         return None
     try:
-        return KeptConfig(json.loads(_path(folder).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        checksum, text = _path(folder).read_bytes().split(b"\n", 1)
+        return KeptConfig(json.loads(text)) if checksum == _checksum(text) else None
+    except (OSError, ValueError):
         return None
 
 
@@ -56,7 +57,8 @@ def keep(folder: Path, config: ModelConfig, values: Mapping[str, Any]) -> None:
         path = _path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(values), encoding="utf-8")
+        text = json.dumps(values).encode()
+        unfinished.write_bytes(_checksum(text) + b"\n" + text)
         unfinished.replace(path)
         for old in sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-_MOST]:
             old.unlink(missing_ok=True)
@@ -76,6 +78,10 @@ def is_transformers_wanted() -> bool:
 
 def _may_be_kept(config: ModelConfig) -> bool:
     return config.model_backend != "transformers" and config.weight_cache_gib > 0
+
+
+def _checksum(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()
 
 
 def _path(folder: Path) -> Path:

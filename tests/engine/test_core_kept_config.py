@@ -87,14 +87,15 @@ def test_a_config_when_it_changes_then_what_was_kept_is_not_used(
     assert len(list(cache.iterdir())) == 2
 
 
-@pytest.mark.parametrize("damage", [b"", b"[1]", b"\xff", b'{"model_type": "lla'])
+@pytest.mark.parametrize("damage", [(b"2", b"3"), (b"\n", b""), (b"}", b""), (b"llama", b"\xff")])
 def test_a_damaged_file_when_found_then_transformers_is_asked_again(
-    damage: bytes, cache: Path, kernels: KernelBackend, tmp_path: Path
+    damage: tuple[bytes, bytes], cache: Path, kernels: KernelBackend, tmp_path: Path
 ) -> None:
     folder = build_checkpoint("llama", tmp_path / "model")
     spec = load(folder, kernels).spec
     (path,) = cache.iterdir()
-    path.write_bytes(damage)
+    path.write_bytes(path.read_bytes().replace(*damage))
+    assert read_kept(folder, ModelConfig()) is None
     assert load(folder, kernels).spec == spec
     assert read_kept(folder, ModelConfig()) is not None
 
