@@ -17,7 +17,7 @@ from novainfer.errors import EngineError, OverloadedError, ProtocolError
 from novainfer.protocol.link import BEAT_SECONDS, Packet
 from novainfer.protocol.messages import AliasCancelled, CancelAlias, Claimed, ClaimRequest, EngineInfo
 from novainfer.transport.addresses import Endpoint
-from novainfer.transport.channel import connect_dealer
+from novainfer.transport.channel import NOBLOCK, connect_dealer, receive_frames, send_frames
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class EngineLink:
         frames, self._outgoing = self._outgoing, []
         if not frames or self._socket is None or self._loop is None:
             return
-        self._socket.send_multipart(frames, zmq.NOBLOCK)  # no high-water mark: never blocks
+        send_frames(self._socket, frames, NOBLOCK)  # no high-water mark: never blocks
         # The socket's descriptor is edge-triggered and a send may have consumed the edge of a message.
         self._loop.call_soon(self._receive)
 
@@ -204,7 +204,7 @@ class EngineLink:
             return False
         self._backlog.is_behind = is_behind
         try:
-            self.session.take(Packet.of(self._socket.recv_multipart(zmq.NOBLOCK)), time.monotonic())
+            self.session.take(Packet.of(receive_frames(self._socket, NOBLOCK)), time.monotonic())
         except zmq.Again:
             return False
         except ProtocolError as error:

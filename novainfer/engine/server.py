@@ -26,11 +26,22 @@ from novainfer.logs import configure
 from novainfer.protocol.link import BEAT_SECONDS, Packet, packets_in
 from novainfer.protocol.supervision import FIRST_EPOCH, ORDERS_SCHEMA, ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildStarted
 from novainfer.transport.addresses import RunDir
-from novainfer.transport.channel import bind_pull, bind_router, connect_push, has_message
+from novainfer.transport.channel import (
+    NOBLOCK,
+    bind_pull,
+    bind_router,
+    connect_push,
+    has_message,
+    receive_frames,
+    send_frames,
+)
 from novainfer.transport.parent import die_with_parent
 
 logger = logging.getLogger("novainfer.scheduler")
 
+# Nothing that comes and goes with steps and requests is a circle, so collections find next to nothing; each of the last
+# generation looks at all indexed blocks.
+_OBJECTS_PER_COLLECTION = 20_000
 _MAX_PACKETS_PER_TURN = 256  # or a few more: a message is taken whole
 
 
@@ -68,6 +79,7 @@ class SchedulerServer:
         self._report(self._started)
         gc.collect()
         gc.freeze()  # what is there now stays: no collection between two steps need look at it
+        gc.set_threshold(_OBJECTS_PER_COLLECTION)
         busy = False
         try:
             while not self._stopping:
@@ -81,18 +93,21 @@ class SchedulerServer:
             self._context.term()
 
     def _receive(self, timeout: float) -> None:
-        if timeout:  # else looking at the two sockets costs less
-            self._poller.poll(int(timeout * 1000))
-        if has_message(self._orders):
+        if timeout:
+            ready = dict(self._poller.poll(int(timeout * 1000)))
+            has_order, is_spoken_to = self._orders in ready, self._gateway_socket in ready
+        else:  # looking at the two sockets costs less
+            has_order, is_spoken_to = has_message(self._orders), has_message(self._gateway_socket)
+        if has_order:
             self._take_order()
-        if has_message(self._gateway_socket):
+        if is_spoken_to:
             self._hear_gateways()
 
     def _hear_gateways(self) -> None:
         left = _MAX_PACKETS_PER_TURN
         while left > 0:
             try:
-                identity, *frames = self._gateway_socket.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = receive_frames(self._gateway_socket, NOBLOCK)
                 left -= max(len(frames) // 2, 1)
                 for packet in packets_in(frames):
                     self._replica.handle(identity, packet, time.monotonic())
@@ -109,7 +124,7 @@ class SchedulerServer:
 
     def _send(self, identity: bytes, packet: Packet) -> bool:
         try:
-            self._gateway_socket.send_multipart([identity, *packet.frames()])
+            send_frames(self._gateway_socket, (identity, *packet.frames()))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -21,7 +21,7 @@ from novainfer.executor.ranks import RankGroup
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
 from novainfer.protocol.step import WORKER_SCHEMA, IndexedBlock, Shutdown, StepPlan, StepResult
 from novainfer.transport.addresses import Endpoint
-from novainfer.transport.channel import bind_router, has_message, start_authenticator
+from novainfer.transport.channel import bind_router, has_message, receive_frames, send_frames, start_authenticator
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class ZmqExecutor:
 
     def _reaches(self, identity: bytes, data: bytes) -> bool:
         try:
-            self.socket.send_multipart((identity, data))
+            send_frames(self.socket, (identity, data))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -117,7 +117,7 @@ class ZmqExecutor:
             wait = None if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
             if wait == 0 or not self.socket.poll(wait):
                 return False
-        frames: Sequence[bytes] = self.socket.recv_multipart()
+        frames = receive_frames(self.socket)
         try:
             if len(frames) == 2:
                 self._ranks.handle(frames[0], WORKER_SCHEMA.decode(frames[1]))
