@@ -10,7 +10,7 @@ UNDISTURBED_SECONDS = 0.02
 _KEPT = 0.99  # of what earlier steps said, after each step
 _RIDGE = 1e-3
 _MIN_STEPS = 20
-_LEARNT_EVERY = 8  # steps: to solve takes longer than to note down
+_LEARNT_EVERY = 8  # steps: to note one down takes less time than to take it in, and than to solve
 _UNKNOWN_COST = 0.3  # of one more token, before anything was measured
 _CONTEXT_UNIT = 1000.0  # tokens; keeps the numbers of one size
 _TOKEN_UNIT = 100.0
@@ -31,10 +31,20 @@ class StepPace:
         self._moments = [[_RIDGE if i == j else 0.0 for j in range(_SIZE)] for i in range(_SIZE)]
         self._sums = [0.0] * _SIZE
         self._num_steps = 0
+        self._untaken: list[tuple[float, int, int, int]] = []  # steps that wait to be taken together
         self._weights: tuple[float, ...] | None = None
 
     def observe(self, seconds: float, num_tokens: int, context: int, num_drafted: int = 0) -> None:
         """A step with so many tokens, and drafts besides, took so long."""
+        self._untaken.append((seconds, num_tokens, context, num_drafted))
+        self._num_steps += 1
+        if self._num_steps % _LEARNT_EVERY == 0 or self._num_steps <= _MIN_STEPS:
+            for step in self._untaken:
+                self._take(*step)
+            self._untaken.clear()
+            self._weights = None
+
+    def _take(self, seconds: float, num_tokens: int, context: int, num_drafted: int) -> None:
         x = (1.0, (num_tokens + num_drafted) / _TOKEN_UNIT, context / _CONTEXT_UNIT, float(num_drafted > 0))
         for i in range(_SIZE):
             self._sums[i] = self._sums[i] * _KEPT + x[i] * seconds
@@ -44,9 +54,6 @@ class StepPace:
         # Few steps have drafts: as long as no more is known, they count as so much dearer.
         self._moments[3][3] += _FEW_DRAFTS * (1 - _KEPT)
         self._sums[3] += _FEW_DRAFTS * (1 - _KEPT) * _DRAFTS_PART * seconds
-        self._num_steps += 1
-        if self._num_steps % _LEARNT_EVERY == 0 or self._num_steps <= _MIN_STEPS:
-            self._weights = None
 
     def rows_allowed(self, base: Sequence[int], others: Sequence[int]) -> int:
         """How many of `others` a step with the rows `base` may hold too; each row is given by its context in tokens."""
