@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Set
 
 from novainfer.scheduler.batch import StepBatch
@@ -151,11 +150,13 @@ class StepAssembly:
                 sequence.work += 2
             if computed < sequence.prompt_len:
                 batch.prompts.append(sequence)
-        tenants, once = cohort.advance(batch, added, step), Counter([s.tenant for s in paid])
-        if added:
-            tenants = tenants + Counter([s.tenant for s in added])
-        for name, count in tenants.items():
-            self._shares.charge(name, 2 * count - once[name])
+        units = {name: 2 * count for name, count in cohort.advance(batch, added, step).items()}
+        for sequence in added:
+            units[sequence.tenant] = units.get(sequence.tenant, 0) + 2
+        for sequence in paid:
+            units[sequence.tenant] -= 1
+        for name, count in units.items():
+            self._shares.charge(name, count)
 
     def _owed(self) -> set[str]:
         """Tenants for whom others make way in this step: they have a prompt to compute, are not far above their share,
