@@ -9,6 +9,7 @@ import torch
 
 from kernels.backend import KernelBackend
 from novainfer.config import CacheConfig
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import NewBlocks, NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.graphs import Record
@@ -102,8 +103,8 @@ class PlanWriter:
         plan = StepPlan(
             epoch=self._epoch,
             step=self._step,
-            rows=order,
-            num_new_tokens=[work[row] for row in order],
+            rows=column(order),
+            num_new_tokens=column([work[row] for row in order]),
             freed_rows=self._freed,
             new_rows=self._new,
             new_blocks=new_blocks,

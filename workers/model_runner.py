@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import KernelBackend
+from novainfer.protocol.columns import column
 from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import RowPromptLogprobs, StepPlan, StepResult
 from workers.decode_graphs import DecodeGraphs, Graph
@@ -69,8 +70,8 @@ class PendingStep:
         return StepResult(
             epoch=self.plan.epoch,
             step=self.plan.step,
-            rows=[] if sampled is None else sampled.rows.tolist(),
-            token_ids=[] if sampled is None else sampled.token_ids.tolist(),
+            rows=column() if sampled is None else column(sampled.rows.tolist()),
+            token_ids=column() if sampled is None else column(sampled.token_ids.tolist()),
             logprobs=[] if sampled is None else _token_logprobs(sampled, bad),
             prompt_logprobs=[_prompt_record(prompt) for prompt in self.prompts if prompt.span.row not in bad],
             bad_rows=sorted(bad),

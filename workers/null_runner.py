@@ -13,6 +13,7 @@ import numpy as np
 
 from novainfer.config import ServeConfig
 from novainfer.executor.base import ExecutorInfo
+from novainfer.protocol.columns import column_from
 from novainfer.protocol.step import StepPlan, StepResult
 from workers.checkpoint import find_checkpoint
 from workers.kv_cache import resolve_max_model_len
@@ -68,7 +69,8 @@ class NullRunner:
         if not self._is_first:
             return None
         self._due = max(self._due, time.monotonic()) + self._step_seconds
-        return NullStep(StepResult(plan.epoch, plan.step, sampled.tolist(), token_ids.tolist()), self._due)
+        columns = column_from(sampled.tobytes()), column_from(token_ids.tobytes())
+        return NullStep(StepResult(plan.epoch, plan.step, *columns), self._due)
 
     def drop_rows(self) -> None:
         """See `Runner`."""

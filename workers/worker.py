@@ -29,6 +29,7 @@ from novainfer.config import (
 from novainfer.errors import ConfigError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.mode import Mode
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.checkpoint import find_checkpoint
@@ -337,10 +338,11 @@ def _run_dummy(runner: ModelRunner, token_ids: list[int], params: SamplingParams
         params=params,
         choice=0,
     )
+    row, none = column([0]), column()
     results = [
-        runner.execute(StepPlan(epoch=0, step=0, rows=[0], num_new_tokens=[num_tokens], new_rows=[new])),
-        runner.execute(StepPlan(epoch=0, step=1, rows=[0], num_new_tokens=[1])),
-        runner.execute(StepPlan(epoch=0, step=2, rows=[], num_new_tokens=[], freed_rows=[0])),
+        runner.execute(StepPlan(epoch=0, step=0, rows=row, num_new_tokens=column([num_tokens]), new_rows=[new])),
+        runner.execute(StepPlan(epoch=0, step=1, rows=row, num_new_tokens=column([1]))),
+        runner.execute(StepPlan(epoch=0, step=2, rows=none, num_new_tokens=none, freed_rows=[0])),
     ]
     return [result for result in results if result is not None]
 

@@ -65,9 +65,10 @@ class Intake:
         """The plain tokens of a step: nearly all that there is. Between two of a choice others have their turn, so that
         all that is looked at is out of the caches: of one with a short way nothing but that is.
         """
-        ways = self._journal.ways
+        ways, base = self._journal.ways, batch.base
         taken: list[tuple[ShortWay, int]] = []
-        for ref, index, token_id in zip(batch.refs, batch.indexes, batch.token_ids, strict=False):
+        for ref, offset, token_id in zip(batch.refs, batch.indexes, batch.token_ids, strict=False):
+            index = base + offset
             way = ways.get(ref)
             if way is not None and way.is_open and len(way.emitted) == index:
                 way.emitted.append(token_id)
@@ -88,9 +89,10 @@ class Intake:
 
     def _hold_tokens(self, batch: OutputBatch) -> None:
         """Plain tokens of several steps, or of one while more wait behind it: of each choice they are told together."""
-        ways, held = self._journal.ways, self._held
+        ways, held, base = self._journal.ways, self._held, batch.base
         others: dict[int, list[tuple[int, list[int]]]] = {}  # without a short way: first index and ids of each run
-        for ref, index, token_id in zip(batch.refs, batch.indexes, batch.token_ids, strict=False):
+        for ref, offset, token_id in zip(batch.refs, batch.indexes, batch.token_ids, strict=False):
+            index = base + offset
             way = ways.get(ref)
             if way is not None and way.is_open and len(way.emitted) == index:
                 way.emitted.append(token_id)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from novainfer.kv.prefix_index import chain_key, root_key
+from novainfer.protocol.columns import column
 from novainfer.protocol.messages import AddRequest
 
 CHUNK = 64  # tokens that are looked up as one
@@ -104,7 +105,7 @@ def _keys(request: AddRequest) -> Iterator[bytes]:
     key = root_key(request.tenant, request.cache_salt)
     token_ids = request.prompt_token_ids
     for start in range(0, min(len(token_ids) // CHUNK, MAX_CHUNKS) * CHUNK, CHUNK):
-        key = chain_key(key, token_ids[start : start + CHUNK])
+        key = chain_key(key, column(token_ids[start : start + CHUNK]))
         yield key
 
 

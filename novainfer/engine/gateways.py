@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from novainfer.errors import ProtocolError
+from novainfer.protocol.columns import column
 from novainfer.protocol.link import WINDOW, Inbox, Packet
 from novainfer.protocol.merge import merge_outputs
 from novainfer.protocol.messages import EngineInfo, OutputBatch, PromptLogprobs, TokenOutput
@@ -171,11 +172,14 @@ class _Held:
         return messages
 
 
-_COLUMNS = ("refs", "indexes", "token_ids", "begun_refs", "begun_cached")
-
-
 def _joined(earlier: OutputBatch, later: OutputBatch) -> OutputBatch:
-    """The later one, with the columns of both; those of the earlier one are used up."""
-    for name in _COLUMNS:
-        getattr(earlier, name).extend(getattr(later, name))
-    return replace(later, **{name: getattr(earlier, name) for name in _COLUMNS})
+    """The later one, with the columns of both."""
+    shift = earlier.base - later.base
+    return replace(
+        later,
+        refs=earlier.refs + later.refs,
+        indexes=column([index + shift for index in earlier.indexes]) + later.indexes,
+        token_ids=earlier.token_ids + later.token_ids,
+        begun_refs=earlier.begun_refs + later.begun_refs,
+        begun_cached=earlier.begun_cached + later.begun_cached,
+    )

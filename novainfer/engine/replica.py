@@ -322,14 +322,18 @@ class Replica:
         batches: defaultdict[bytes, OutputBatch] = defaultdict(lambda: OutputBatch(self._epoch, step, []))
         owner = self._owner.get
         for gateway, tokens in () if plain is None else self._owner.parts(plain):
-            batch = batches[gateway]
-            batch.refs.extend(tokens.refs)
-            batch.indexes.extend(tokens.indexes)
-            batch.token_ids.extend(tokens.token_ids)
-            if 0 in tokens.indexes:
-                begun = [s for s, i in zip(tokens.sequences, tokens.indexes, strict=True) if i == 0]
-                batch.begun_refs.extend([sequence.ref for sequence in begun])
-                batch.begun_cached.extend([max(sequence.request.num_cached_tokens, 0) for sequence in begun])
+            begun = [tokens.sequences[place] for place in tokens.begun]
+            batches[gateway] = OutputBatch(
+                self._epoch,
+                step,
+                [],
+                refs=tokens.refs,
+                indexes=tokens.indexes,
+                token_ids=tokens.token_ids,
+                begun_refs=[sequence.ref for sequence in begun],
+                begun_cached=[max(sequence.request.num_cached_tokens, 0) for sequence in begun],
+                base=tokens.base,
+            )
         for output in outputs:
             identity = owner(output.request_id)
             if identity is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from novainfer.kv.block_pool import BlockPool
 from novainfer.kv.prefix_index import Entry, PrefixIndex, chain_key
+from novainfer.protocol.columns import Column, column
 from novainfer.protocol.step import IndexedBlock
 
 
@@ -68,7 +69,7 @@ class KVCacheManager:
             return 0
         size = self.block_size
         for start in range(0, len(token_ids) - size, size):
-            content = token_ids[start : start + size]
+            content = column(token_ids[start : start + size])
             key = self._key(table, start // size, content)
             entry = self.index.find(key, table.prefix, content)
             if entry is None:
@@ -130,14 +131,15 @@ class KVCacheManager:
 
     def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Offer the full blocks whose `num_computed` tokens are computed and known to the prefix index."""
-        if not (self._caching and table.use_prefix_cache):
-            return
         size = self.block_size
-        for i in range(table.num_indexed, num_computed // size):
-            content = token_ids[i * size : (i + 1) * size]
-            key = self._key(table, i, content)
-            table.prefix = self.index.insert(table.blocks[i], key, table.prefix, content)
-            table.num_indexed = i + 1
+        first, end = table.num_indexed, num_computed // size
+        if first >= end or not (self._caching and table.use_prefix_cache):
+            return
+        blocks, insert = table.blocks, self.index.insert
+        for i in range(first, end):
+            content = column(token_ids[i * size : (i + 1) * size])
+            table.prefix = insert(blocks[i], self._key(table, i, content), table.prefix, content)
+        table.num_indexed = end
 
     def adopt(self, held: Sequence[IndexedBlock]) -> None:
         """Take over the blocks that the workers hold, listed by entry into the index; nothing may be allocated yet.
@@ -180,10 +182,7 @@ class KVCacheManager:
         start = first // self.block_size
         return [i for i in range(start, len(table.blocks)) if self.pool.references(table.blocks[i]) > 1]
 
-    def _key(self, table: BlockTable, i: int, content: Sequence[int]) -> bytes:
+    def _key(self, table: BlockTable, i: int, content: Column) -> bytes:
         if i == len(table.keys):
-            table.keys.append(chain_key(self._parent(table, i), content))
+            table.keys.append(chain_key(table.keys[-1] if i else table.root, content))
         return table.keys[i]
-
-    def _parent(self, table: BlockTable, i: int) -> bytes:
-        return table.keys[i - 1] if i else table.root

@@ -7,11 +7,10 @@ tokens from the start on. Keys that collide cost speed, and give nobody the bloc
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from novainfer.protocol.columns import Column
 from novainfer.protocol.step import IndexedBlock
 
 
@@ -24,9 +23,9 @@ def root_key(*salts: str) -> bytes:
     return digest.digest()
 
 
-def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def chain_key(parent: bytes, token_ids: Column) -> bytes:
     """Key of the block that holds `token_ids` after the prefix `parent`: 32 bytes."""
-    return sha256(parent + array("q", token_ids).tobytes()).digest()
+    return sha256(parent + token_ids.tobytes()).digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +38,7 @@ class Entry:
     block: int
     key: bytes
     parent: Entry | bytes
-    token_ids: tuple[int, ...]
+    token_ids: Column
 
 
 class PrefixIndex:
@@ -48,19 +47,19 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._by_key: dict[bytes, Entry] = {}
         self._by_block: dict[int, Entry] = {}
-        self._changes: dict[int, IndexedBlock | None] = {}  # since `take_changes`; None: the block has left
+        self._changes: dict[int, Entry | None] = {}  # since `take_changes`; None: the block has left
 
     def __len__(self) -> int:
         return len(self._by_block)
 
-    def find(self, key: bytes, parent: Entry | bytes, token_ids: Sequence[int]) -> Entry | None:
+    def find(self, key: bytes, parent: Entry | bytes, token_ids: Column) -> Entry | None:
         """The entry with exactly this content after `parent`, or None."""
         entry = self._by_key.get(key)
-        if entry is None or entry.parent != parent or entry.token_ids != tuple(token_ids):
+        if entry is None or entry.parent != parent or entry.token_ids != token_ids:
             return None
         return entry
 
-    def insert(self, block: int, key: bytes, parent: Entry | bytes, token_ids: Sequence[int]) -> Entry:
+    def insert(self, block: int, key: bytes, parent: Entry | bytes, token_ids: Column) -> Entry:
         """Remember a full, computed block. Returns its entry, or the one that was there for the same content.
 
         key: `chain_key` of the parent's key and the token ids. What else had that key is forgotten. A block that is
@@ -71,13 +70,12 @@ class PrefixIndex:
             if self.find(key, parent, token_ids) is known:
                 return known
             self.evict(known.block)
-        entry = Entry(block, key, parent, tuple(token_ids))
+        entry = Entry(block, key, parent, token_ids)
         if block in self._by_block:
             return entry
         self._changes.pop(block, None)  # to the end, in the order of entry
-        parent_key = parent.key if isinstance(parent, Entry) else parent
-        self._changes[block] = IndexedBlock(block, parent_key, list(token_ids))
-        return self._enter(entry)
+        self._changes[block] = self._by_key[key] = self._by_block[block] = entry
+        return entry
 
     def restore(self, held: IndexedBlock) -> bytes | None:
         """Remember a block that the workers told of; its key, or None where it cannot be remembered."""
@@ -86,7 +84,8 @@ class PrefixIndex:
             self._changes.setdefault(held.block, None)
             return None
         parent = self._by_key.get(held.parent, held.parent)
-        return self._enter(Entry(held.block, key, parent, tuple(held.token_ids))).key
+        self._by_key[key] = self._by_block[held.block] = Entry(held.block, key, parent, held.token_ids)
+        return key
 
     def evict(self, block: int) -> None:
         """Forget the block's content, because it is about to be overwritten. Unknown blocks are fine."""
@@ -98,9 +97,9 @@ class PrefixIndex:
     def take_changes(self) -> tuple[list[int], list[IndexedBlock]]:
         """The blocks that have left, and those that have entered (oldest first), since the last call."""
         changes, self._changes = self._changes, {}
-        return [block for block, entry in changes.items() if entry is None], [e for e in changes.values() if e]
-
-    def _enter(self, entry: Entry) -> Entry:
-        self._by_key[entry.key] = entry
-        self._by_block[entry.block] = entry
-        return entry
+        indexed = [
+            IndexedBlock(e.block, e.parent.key if isinstance(e.parent, Entry) else e.parent, e.token_ids)
+            for e in changes.values()
+            if e is not None
+        ]
+        return [block for block, entry in changes.items() if entry is None], indexed

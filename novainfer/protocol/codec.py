@@ -2,7 +2,7 @@
 
 A record is `[tag, field, field, ...]`, positional. Fields are only ever appended, each with a default, so an
 older peer's shorter array still decodes; an unknown tag, an extra field or a value of the wrong type is a
-`ProtocolError`. Decoders are built once per class from its annotations.
+`ProtocolError`. Decoders are built once per class from its annotations. A column (`columns`) travels as its bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgpack
 
 from novainfer.errors import ProtocolError
+from novainfer.protocol.columns import Column, column_from
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _MAX_ITEMS = 16 * 1024 * 1024
@@ -81,9 +82,12 @@ def record_encoder(record: type) -> Encoder:
         only = names[0]
         return lambda value: [nested[0][1](getattr(value, only)) if nested else getattr(value, only)]
     all_fields = attrgetter(*names)
+    columns = [i for i, name in enumerate(names) if hints[name] is Column]
 
     def encode(value: Any) -> list[Any]:
         wire = list(all_fields(value))
+        for i in columns:
+            wire[i] = wire[i].tobytes()
         for i, encoder in nested:
             if wire[i]:  # neither None nor empty
                 wire[i] = encoder(wire[i])
@@ -113,8 +117,11 @@ def record_decoder(record: type) -> Decoder:
     hints = get_type_hints(record)
     names = [f.name for f in fields(record)]
     decoders = [_value_decoder(hints[name], f"{record.__name__}.{name}") for name in names]
-    # A plain value of exactly this type needs no call; no value has the type _Never.
-    kinds = [hints[name] if hints[name] in _SCALARS else _Never for name in names]
+    # The type of each field's values, where there is one. Mostly all are of it: then only what has something inside is
+    # decoded. No value has the type _Never.
+    kinds = [_wire_kind(hints[name]) for name in names]
+    scalars = [hints[name] if hints[name] in _SCALARS else _Never for name in names]
+    inner = [(i, decoders[i]) for i, kind in enumerate(kinds) if kind in (bytes, list) and hints[names[i]] is not bytes]
     needed = [i for i, f in enumerate(fields(record)) if f.default is MISSING and f.default_factory is MISSING]
     required, count = (needed[-1] + 1 if needed else 0), len(names)
     by_name = any(f.kw_only for f in fields(record))
@@ -122,11 +129,16 @@ def record_decoder(record: type) -> Decoder:
     def decode(wire: Any) -> Any:
         if type(wire) is not list or not required <= len(wire) <= count:
             raise ProtocolError(f"{record.__name__}: wrong number of fields")
-        # A shorter record ends the zip early.
-        values = [
-            value if type(value) is kind else decoder(value)
-            for value, kind, decoder in zip(wire, kinds, decoders, strict=False)
-        ]
+        if [*map(type, wire)] == kinds:
+            values = wire.copy()
+            for i, decoder in inner:
+                if values[i] or kinds[i] is bytes:  # an empty list is one of anything
+                    values[i] = decoder(values[i])
+        else:  # a shorter record ends the zip early
+            values = [
+                value if type(value) is plain else decoder(value)
+                for value, plain, decoder in zip(wire, scalars, decoders, strict=False)
+            ]
         return record(**dict(zip(names, values, strict=False))) if by_name else record(*values)
 
     return decode
@@ -136,12 +148,23 @@ class _Never:
     """The type of no decoded value."""
 
 
+def _wire_kind(annotation: Any) -> type:
+    """Of the field's values, if they are all of one type; else `_Never`."""
+    if annotation in _SCALARS:
+        return annotation  # type: ignore[no-any-return]
+    if annotation is Column:
+        return bytes
+    return list if get_origin(annotation) is list else _Never
+
+
 def _value_decoder(annotation: Any, where: str) -> Decoder:
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return _optional_decoder(annotation, where)
     if origin in (list, tuple):
         return _sequence_decoder(annotation, where)
+    if annotation is Column:
+        return _column_decoder(where)
     if origin is dict:
         return _dict_decoder(annotation, where)
     if is_dataclass(annotation) and isinstance(annotation, type):
@@ -200,6 +223,18 @@ def _sequence_decoder(annotation: Any, where: str) -> Decoder:
                 raise ProtocolError(f"{where}: not an array of integers")
             return value if make is list else tuple(value)
         return make(inner(item) for item in value)
+
+    return decode
+
+
+def _column_decoder(where: str) -> Decoder:
+    def decode(value: Any) -> Any:
+        if type(value) is not bytes:
+            raise ProtocolError(f"{where}: {type(value).__name__} is not a column")
+        try:
+            return column_from(value)
+        except ValueError:
+            raise ProtocolError(f"{where}: {len(value)} bytes are no column") from None
 
     return decode
 

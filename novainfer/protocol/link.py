@@ -15,7 +15,7 @@ BEAT_SECONDS = 0.25  # so often each side says something
 _HEADER = struct.Struct("<QQQ")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Packet:
     """One record of GATEWAY_SCHEMA, the link it belongs to, and its number there.
 

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from novainfer.protocol.codec import Schema
+from novainfer.protocol.columns import Column, column
 from novainfer.sampling.params import SamplingParams
 
 FINISH_STOP = "stop"
@@ -158,24 +159,25 @@ class PromptLogprobs:
     entries: list[Logprobs]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OutputBatch:
     """All that one step has for one gateway, in one message.
 
-    Choice refs[i] (see `AddRequest.ref`) gets token_ids[i] at output index indexes[i]: most tokens, for which there is
-    no more to say. Of one choice they come before its `outputs`. Choice begun_refs[i] gets its first token with this
-    batch, or one before; begun_cached[i] prompt tokens of its request were found in the prefix cache.
+    Choice refs[i] (see `AddRequest.ref`) gets token_ids[i] at output index base + indexes[i]: most tokens, for which
+    there is no more to say. Of one choice they come before its `outputs`. Choice begun_refs[i] gets its first token
+    with this batch, or one before; begun_cached[i] prompt tokens of its request were found in the prefix cache.
     """
 
     epoch: int
     step: int
     outputs: list[TokenOutput]
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    refs: list[int] = field(default_factory=list)
-    indexes: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    refs: Column = field(default_factory=column)
+    indexes: Column = field(default_factory=column)
+    token_ids: Column = field(default_factory=column)
     begun_refs: list[int] = field(default_factory=list)
     begun_cached: list[int] = field(default_factory=list)
+    base: int = 0
 
     @property
     def has_even_columns(self) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from novainfer.protocol.codec import Schema
+from novainfer.protocol.columns import Column
 from novainfer.protocol.messages import Logprobs
 from novainfer.sampling.params import SamplingParams
 
@@ -56,10 +57,10 @@ class IndexedBlock:
 
     block: int
     parent: bytes
-    token_ids: list[int]  # [block_size]
+    token_ids: Column  # [block_size]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """One step for all ranks. Applied in this order: freed, copies, new rows, new blocks, then the rows run.
 
@@ -74,8 +75,8 @@ class StepPlan:
 
     epoch: int
     step: int
-    rows: list[int]
-    num_new_tokens: list[int]
+    rows: Column
+    num_new_tokens: Column
     freed_rows: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
@@ -96,7 +97,7 @@ class RowPromptLogprobs:
     entries: list[Logprobs]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """From rank 0: what the step sampled. `rows` are the plan's rows that sampled, in the plan's order.
 
@@ -106,8 +107,8 @@ class StepResult:
 
     epoch: int
     step: int
-    rows: list[int]
-    token_ids: list[int]  # [len(rows)]
+    rows: Column
+    token_ids: Column  # [len(rows)]
     logprobs: list[Logprobs | None] = field(default_factory=list)  # empty, or [len(rows)]
     prompt_logprobs: list[RowPromptLogprobs] = field(default_factory=list)
     bad_rows: list[int] = field(default_factory=list)  # rows whose logits were not finite: that request's error

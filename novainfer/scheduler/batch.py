@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from novainfer.errors import EngineError
+from novainfer.protocol.columns import Column, column
 from novainfer.protocol.messages import PromptLogprobs, TokenOutput
 from novainfer.protocol.step import IndexedBlock, NewBlocks, NewRow, StepPlan, StepResult
 from novainfer.scheduler.request import Sequence
@@ -21,12 +22,34 @@ class Steady:
     """The members of a `Cohort` at some time, in order of age. Columns, never changed."""
 
     sequences: list[Sequence] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    refs: list[int] = field(default_factory=list)
-    first_indexes: list[int] = field(default_factory=list)
+    rows: Column = field(default_factory=column)
+    refs: Column = field(default_factory=column)
+    first_indexes: Column = field(default_factory=column)
+    counts: Column = field(default_factory=column)  # of tokens: 1 for each
+
+    def record(self, step: int, context: int, submitted: float | None) -> StepRecord:
+        """Of a step of theirs alone; see there."""
+        return StepRecord(
+            step=step,
+            sequences=self.sequences,
+            rows=self.rows,
+            steady=self,
+            others={},
+            sampled=self.sequences,
+            sampled_rows=self.rows,
+            sampled_refs=self.refs,
+            first_indexes=self.first_indexes,
+            sampled_others=[],
+            counts=self.counts,
+            drafts=[],
+            num_tokens=len(self.rows),
+            context=context,
+            submitted=submitted,
+            begun=[],
+        )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRecord:
     """A step in flight. Columns, in the plan's order: one entry for each row that it runs.
 
@@ -35,15 +58,15 @@ class StepRecord:
 
     step: int
     sequences: list[Sequence]
-    rows: list[int]
+    rows: Column
     steady: Steady
     others: dict[int, int]  # places of those that are not members of the cohort (any more), and their generations
     sampled: list[Sequence]  # those that get a token; their rows; by place: see `Steady`
-    sampled_rows: list[int]
-    sampled_refs: list[int]
-    first_indexes: list[int]
+    sampled_rows: Column
+    sampled_refs: Column
+    first_indexes: Column
     sampled_others: list[int]  # places in `sampled` of those that are no members (any more)
-    counts: list[int]  # tokens that each row computes, drafts aside
+    counts: Column  # tokens that each row computes, drafts aside
     drafts: list[int]  # empty, or the most drafts of each decode
     num_tokens: int  # that it computes
     context: int  # tokens that those it computes attend to: all of its rows
@@ -88,7 +111,7 @@ class StepRecord:
             most = dict(zip(self.rows, self.drafts, strict=False))
             runs = [(row, len(list(run))) for row, run in groupby(rows)]
             if all(count <= 1 + most.get(row, 0) for row, count in runs):
-                rows = [row for row, _ in runs]
+                rows = column([row for row, _ in runs])
                 sampled = [owner[row] for row in result.rows if row in owner]
         if (result.step, rows) != (self.step, self.sampled_rows) or len(result.token_ids) != len(sampled):
             raise EngineError(f"the result of step {result.step} does not answer the plan of step {self.step}")
@@ -96,12 +119,13 @@ class StepRecord:
             raise EngineError(f"the result of step {result.step} has {len(result.logprobs)} log-probabilities")
         return sampled
 
-    def plain_tokens(self, sampled: list[Sequence], token_ids: list[int]) -> PlainTokens:
+    def plain_tokens(self, sampled: list[Sequence], token_ids: Column) -> PlainTokens:
         """The tokens of `sampled_by`; the output indexes of those that are no members are void until written."""
         if self.drafts:
-            return PlainTokens(sampled, [s.ref for s in sampled], [0] * len(sampled), token_ids)
-        step = self.step
-        return PlainTokens(sampled, self.sampled_refs, [index + step for index in self.first_indexes], token_ids)
+            return PlainTokens(sampled, column([s.ref for s in sampled]), column([0] * len(sampled)), token_ids)
+        # Copied if some will be written: it is the same column as long as nobody comes or goes.
+        indexes = self.first_indexes[:] if self.sampled_others else self.first_indexes
+        return PlainTokens(sampled, self.sampled_refs, indexes, token_ids, base=self.step)
 
     def prompt_logprobs(self, result: StepResult) -> list[PromptLogprobs]:
         """Those of requests that have not ended, as their clients get them."""
@@ -123,21 +147,32 @@ class PlainTokens:
     """
 
     sequences: list[Sequence] = field(default_factory=list)
-    refs: list[int] = field(default_factory=list)
-    indexes: list[int] = field(default_factory=list)  # output indexes
-    token_ids: list[int] = field(default_factory=list)
+    refs: Column = field(default_factory=column)
+    indexes: Column = field(default_factory=column)  # output indexes, less `base`
+    token_ids: Column = field(default_factory=column)
+    base: int = 0
+    begun: list[int] = field(default_factory=list)  # places of first tokens
+
+    def write(self, place: int, index: int) -> None:
+        """The output index of the token at this place."""
+        self.indexes[place] = index - self.base
+        if index == 0:
+            self.begun.append(place)
 
     def without(self, places: Collection[int]) -> PlainTokens:
         """All but those at some places."""
         return self.at([i for i in range(len(self.refs)) if i not in places]) if places else self
 
     def at(self, places: list[int]) -> PlainTokens:
-        """Those at some places."""
-        columns = (self.sequences, self.refs, self.indexes, self.token_ids)
-        return PlainTokens(*[[column[place] for place in places] for column in columns])  # type: ignore[arg-type]
+        """Those at some places, in order."""
+        sequences = [self.sequences[place] for place in places]
+        columns = (self.refs, self.indexes, self.token_ids)
+        refs, indexes, token_ids = [column([values[place] for place in places]) for values in columns]
+        begun = [i for i, place in enumerate(places) if place in self.begun] if self.begun else []
+        return PlainTokens(sequences, refs, indexes, token_ids, self.base, begun)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutputs:
     """What one result means for the clients. `others` come after the plain tokens."""
 
@@ -149,7 +184,8 @@ class StepOutputs:
     def outputs(self) -> list[TokenOutput]:
         """All tokens spelled out."""
         plain = zip(self.plain.sequences, self.plain.indexes, self.plain.token_ids, strict=True)
-        return [*(sequence.output(index, [token_id], None) for sequence, index, token_id in plain), *self.others]
+        base = self.plain.base
+        return [*(sequence.output(base + index, [token_id], None) for sequence, index, token_id in plain), *self.others]
 
 
 @dataclass(slots=True)
@@ -245,8 +281,10 @@ class StepBatch:
         """What to remember of it."""
         steady = self.steady
         first = len(steady.rows)
+        if not (self.decodes or self.chunks):
+            return steady.record(step, self.steady_context, submitted)
         others, sampled_others = self.decodes + self.chunks, self.sampled_decodes + self.sampled_chunks
-        rows = _with(steady.rows, [s.row for s in others])
+        rows = _with_column(steady.rows, [s.row for s in others])
         are_all_sampled = len(sampled_others) == len(others)
         num_decodes = first + len(self.decodes)
         return StepRecord(
@@ -256,11 +294,11 @@ class StepBatch:
             steady=steady,
             others={place: s.generation for place, s in enumerate(others, first) if not s.joined},
             sampled=_with(steady.sequences, sampled_others),
-            sampled_rows=rows if are_all_sampled else steady.rows + [s.row for s in sampled_others],
-            sampled_refs=_with(steady.refs, [s.ref for s in sampled_others]),
-            first_indexes=_with(steady.first_indexes, [s.first_index for s in sampled_others]),
+            sampled_rows=rows if are_all_sampled else _with_column(steady.rows, [s.row for s in sampled_others]),
+            sampled_refs=_with_column(steady.refs, [s.ref for s in sampled_others]),
+            first_indexes=_with_column(steady.first_indexes, [s.first_index for s in sampled_others]),
             sampled_others=[place for place, s in enumerate(sampled_others, first) if not s.joined],
-            counts=[1] * num_decodes + self.chunk_sizes,
+            counts=_with_column(steady.counts, [1] * len(self.decodes) + self.chunk_sizes),
             drafts=[self.drafts.get(i, 0) for i in range(len(self.decodes))] if self.drafts else [],
             num_tokens=num_decodes + sum(self.chunk_sizes),
             context=self.steady_context + sum([s.num_computed_tokens for s in others if not s.joined]),
@@ -269,20 +307,25 @@ class StepBatch:
         )
 
 
-def _places(rows: list[int]) -> dict[int, int]:
+def _places(rows: Column) -> dict[int, int]:
     return {row: place for place, row in enumerate(rows)}
 
 
-def _places_of(wanted: list[int], rows: list[int]) -> list[int]:
+def _places_of(wanted: list[int], rows: Column) -> list[int]:
     if len(wanted) < _FEW:
         return [rows.index(row) for row in wanted]
     places = _places(rows)
     return [places[row] for row in wanted]
 
 
-def _with(columns: list[T], more: list[T]) -> list[T]:
+def _with(items: list[T], more: list[T]) -> list[T]:
     """Both; the same list, if there is no more."""
-    return columns + more if more else columns
+    return items + more if more else items
+
+
+def _with_column(values: Column, more: list[int]) -> Column:
+    """Both; the same column, if there is no more."""
+    return values + column(more) if more else values
 
 
 def new_row(sequence: Sequence) -> NewRow:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import islice
-from operator import itemgetter
 from typing import TypeVar
 
+from novainfer.protocol.columns import Column, column, column_from
 from novainfer.protocol.step import StepResult
 from novainfer.scheduler.batch import Steady, StepBatch, StepRecord
 from novainfer.scheduler.request import Sequence
@@ -32,12 +32,12 @@ class Cohort:
     are looked at one by one.
     """
 
-    def __init__(self, block_size: int, num_rows: int, in_flight: deque[StepRecord]) -> None:
+    def __init__(self, block_size: int, in_flight: deque[StepRecord]) -> None:
         """in_flight: the scheduler's, oldest first; only entries of members that leave are written."""
         self.others: list[Sequence] = []  # that run, in order of age
-        self._members: list[Sequence] = []  # in order of age
+        self._members: list[Sequence] = []  # in order of age; the next three are columns of theirs
+        self._rows, self._refs, self._first_indexes = column(), column(), column()
         self._block_size = block_size
-        self._num_rows = num_rows
         self._in_flight = in_flight
         self._planned = 0  # step of the newest plan
         self._taken = 0  # step of the newest result
@@ -48,9 +48,10 @@ class Cohort:
         self._last_steps: defaultdict[int, list[Sequence]] = defaultdict(list)  # by the step of their last token
         self._stop_ids: Counter[int] = Counter()
         self._tenants: Counter[str] = Counter()
-        # By row, the tokens of the newest results: as many as a member may not have in its own `token_ids`.
-        self._tokens: deque[tuple[int, ...] | dict[int, int]] = deque(maxlen=block_size)
-        self._by_row: tuple[list[int], Callable[[list[int]], tuple[int, ...]]] | None = None  # of a `Steady.rows`
+        # As many of the newest results as a member may not have in its own `token_ids`.
+        self._newest: deque[_Tokens] = deque(maxlen=block_size)
+        self._num_alike = 0  # of the newest results: those for the same rows
+        self._places: tuple[Column, dict[int, int]] = column(), {}  # of such rows
 
     @staticmethod
     def admits(sequence: Sequence) -> bool:
@@ -81,7 +82,11 @@ class Cohort:
         sequence.first_index = sequence.num_tokens - sequence.prompt_len - step
         self._planned = step - 1
         self._steady = None
-        insort(self._members, sequence, key=_age)
+        place = bisect_left(self._members, sequence.age, key=_age)
+        self._members.insert(place, sequence)
+        self._rows.insert(place, sequence.row)
+        self._refs.insert(place, sequence.ref)
+        self._first_indexes.insert(place, sequence.first_index)
         insort(self._phase(sequence), sequence, key=_age)
         self._sum_computed += sequence.num_computed_tokens - step
         self._last_steps[self._last_step(sequence)].append(sequence)
@@ -96,7 +101,9 @@ class Cohort:
         first = sequence.joined
         if not first:
             return
-        del self._members[bisect_left(self._members, sequence.age, key=_age)]
+        place = bisect_left(self._members, sequence.age, key=_age)
+        for values in (self._members, self._rows, self._refs, self._first_indexes):
+            del values[place]
         self._phase(sequence).remove(sequence)
         self._sum_computed -= sequence.num_computed_tokens - first
         last = self._last_step(sequence)
@@ -112,6 +119,7 @@ class Cohort:
     def dissolve(self, applying: StepRecord | None = None) -> None:
         """All leave."""
         members, self._members = self._members, []
+        self._rows, self._refs, self._first_indexes = column(), column(), column()
         if members:
             for phase in self._phases:
                 phase.clear()
@@ -173,9 +181,8 @@ class Cohort:
     def _columns(self) -> Steady:
         """All members; the same object as long as nobody comes or goes."""
         if self._steady is None:
-            members = self._members.copy()
-            rows, refs = [s.row for s in members], [s.ref for s in members]
-            self._steady = Steady(members, rows, refs, [s.first_index for s in members])
+            counts = column([1]) * len(self._members)
+            self._steady = Steady(self._members.copy(), self._rows[:], self._refs[:], self._first_indexes[:], counts)
         return self._steady
 
     def let_end(self, step: int) -> None:
@@ -190,7 +197,7 @@ class Cohort:
         if not self._members or record.drafts:  # nobody in a step with drafts is a member
             return
         odd, tokens = record.not_finite(result), result.token_ids
-        if not self._stop_ids.keys().isdisjoint(tokens):
+        if self._stop_ids and not self._stop_ids.keys().isdisjoint(tokens):
             odd += [s for s, token_id in zip(record.sampled, tokens, strict=True) if token_id in s.stop_token_ids]
         if result.logprobs:
             odd += [s for s, entry in zip(record.sampled, result.logprobs, strict=True) if entry is not None]
@@ -203,32 +210,56 @@ class Cohort:
         self._taken = record.step
         if not self._members:
             return []
-        self._tokens.append(self._tokens_by_row(record, result.token_ids))
+        rows = record.sampled_rows
+        is_like_last = bool(self._newest) and self._newest[-1].rows is rows
+        self._num_alike = self._num_alike + 1 if is_like_last else 1
+        self._newest.append(_Tokens(rows, result.token_ids))
         full = [s for s in self._phases[-(record.step + 1) % self._block_size] if s.joined <= record.step]
-        for sequence in full:
-            self.settle(sequence)
+        if self._num_alike < self._block_size:
+            for sequence in full:
+                self.settle(sequence)
+        elif full:
+            self._settle_alike(full)
         return full
-
-    def _tokens_by_row(self, record: StepRecord, token_ids: list[int]) -> tuple[int, ...] | dict[int, int]:
-        rows = record.steady.rows
-        if not rows:
-            return dict(zip(record.sampled_rows, token_ids, strict=False))
-        if self._by_row is None or self._by_row[0] is not rows:
-            places = [0] * max(self._num_rows, 2)  # with two or more a tuple comes of it
-            for place, row in enumerate(rows):
-                places[row] = place
-            self._by_row = rows, itemgetter(*places)
-        return self._by_row[1](token_ids)
 
     def settle(self, sequence: Sequence) -> None:
         """Add what it got by results to its own counters; nothing happens to one that is no member."""
         count = self._taken - sequence.settled if sequence.joined else 0
         if count > 0:
-            newest, row = islice(self._tokens, len(self._tokens) - count, None), sequence.row
-            sequence.token_ids += [tokens[row] for tokens in newest]
-            sequence.num_confirmed_tokens += count
-            sequence.num_pending -= count
-            sequence.settled = self._taken
+            row = sequence.row
+            newest = islice(self._newest, len(self._newest) - count, None)
+            self._settle(sequence, [(tokens.by_row or tokens.sort())[row] for tokens in newest])
+
+    def _settle_alike(self, sequences: list[Sequence]) -> None:
+        """`settle` for members when a block's worth of results is for the same rows: each row's are so far apart."""
+        rows = self._newest[-1].rows
+        if self._places[0] is not rows:
+            self._places = rows, {row: place for place, row in enumerate(rows)}
+        places, width = self._places[1], len(rows)
+        tokens = column_from(b"".join([result.token_ids for result in self._newest]))
+        for sequence in sequences:
+            known = len(self._newest) - (self._taken - sequence.settled)
+            self._settle(sequence, tokens[known * width + places[sequence.row] :: width])
+
+    def _settle(self, sequence: Sequence, tokens: list[int] | Column) -> None:
+        sequence.token_ids += tokens
+        sequence.num_confirmed_tokens += len(tokens)
+        sequence.num_pending -= len(tokens)
+        sequence.settled = self._taken
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Those of one result. by_row: empty until somebody asks."""
+
+    rows: Column
+    token_ids: Column
+    by_row: dict[int, int] = field(default_factory=dict)
+
+    def sort(self) -> dict[int, int]:
+        """Fill `by_row`."""
+        self.by_row = dict(zip(self.rows, self.token_ids, strict=True))
+        return self.by_row
 
 
 def _count_down(counter: Counter[T], key: T) -> None:

@@ -37,7 +37,7 @@ class Rows:
         self.num_rows = min(info.max_num_seqs, config.max_num_seqs)
         self.running: list[Sequence] = []
         self.num_changes = 0
-        self.cohort = Cohort(info.block_size, self.num_rows, in_flight)
+        self.cohort = Cohort(info.block_size, in_flight)
         self._shares = shares
         self._free = list(range(self.num_rows - 1, -1, -1))
         self._freed: list[int] = []  # since the last plan

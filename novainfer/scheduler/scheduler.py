@@ -335,7 +335,7 @@ class Scheduler:
             index, reason = sequence.num_output, sequence.take(token_id)
             entry = result.logprobs[place] if result.logprobs else None
             if reason is None and entry is None and sequence.ref >= 0:
-                plain.indexes[place] = index
+                plain.write(place, index)
                 told.add(place)
                 continue
             if reason is not None:

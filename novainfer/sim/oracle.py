@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from novainfer.errors import EngineError
 from novainfer.executor.base import ExecutorInfo
+from novainfer.protocol.columns import column
 from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import NewRow, RowPromptLogprobs, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
@@ -112,7 +113,7 @@ class OracleRows:
         self._apply(plan)
         if any(a > 1 and b == 1 for a, b in pairwise(plan.num_new_tokens)):
             raise OracleError("rows with one token must come first")
-        result = StepResult(plan.epoch, plan.step, [], [])
+        result = StepResult(plan.epoch, plan.step, column(), column())
         most = dict(zip(plan.rows, plan.num_drafts, strict=False))
         entries = [(index, self._row(index), n) for index, n in zip(plan.rows, plan.num_new_tokens, strict=True)]
         # All rows write before any row reads, as the layers do.

@@ -164,12 +164,12 @@ def describe(message: object) -> str:
             f"{o.request_id}/{o.choice}@{o.index}+{len(o.token_ids)}{o.finish_reason or ''}" for o in message.outputs
         )
         tokens = zip(message.refs, message.indexes, message.token_ids, strict=True)
-        plain = " ".join(f"{ref}@{index}={token_id}" for ref, index, token_id in tokens)
+        plain = " ".join(f"{ref}@{index + message.base}={token_id}" for ref, index, token_id in tokens)
         return f"OutputBatch {message.epoch} {plain} {outputs}"
     if isinstance(message, StepPlan):
-        return f"StepPlan {message.epoch}/{message.step} {message.rows}x{message.num_new_tokens}"
+        return f"StepPlan {message.epoch}/{message.step} {message.rows.tolist()}x{message.num_new_tokens.tolist()}"
     if isinstance(message, StepResult):
-        return f"StepResult {message.epoch}/{message.step} {message.token_ids}"
+        return f"StepResult {message.epoch}/{message.step} {message.token_ids.tolist()}"
     parts = [type(message).__name__]
     for name in ("epoch", "group", "rank", "ready", "request_id", "choice", "query", "received", "num_steps"):
         value = getattr(message, name, None)

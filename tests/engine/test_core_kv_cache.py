@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from novainfer.kv.block_pool import BlockPool
 from novainfer.kv.manager import BlockTable, KVCacheManager
 from novainfer.kv.prefix_index import PrefixIndex, chain_key, root_key
+from novainfer.protocol.columns import column
 
 pytestmark = pytest.mark.stage0
 
@@ -57,22 +58,22 @@ def test_given_a_shared_block_when_released_once_then_it_stays_taken() -> None:
 
 def test_given_equal_tokens_when_salts_differ_then_keys_differ() -> None:
     assert root_key("a", "b") != root_key("ab", "")
-    assert chain_key(root_key("a"), [1, 2]) != chain_key(root_key("b"), [1, 2])
-    assert chain_key(root_key(), [1, 2]) == chain_key(root_key(), (1, 2))
+    assert chain_key(root_key("a"), column([1, 2])) != chain_key(root_key("b"), column([1, 2]))
+    assert chain_key(root_key(), column([1, 2])) == chain_key(root_key(), column((1, 2)))
 
 
 def test_given_a_colliding_key_when_tokens_differ_then_it_is_a_miss() -> None:
     index = PrefixIndex()
-    entry = index.insert(7, b"k", b"root", [1, 2])
-    assert index.insert(8, b"k", b"root", [1, 2]) is index.find(b"k", b"root", [1, 2]) is entry
-    assert index.find(b"k", b"root", [1, 3]) is None
-    assert index.find(b"k", b"another root", [1, 2]) is None
-    assert index.find(b"k", entry, [1, 2]) is None
-    after = index.insert(8, b"k2", entry, [5, 6])
-    assert index.find(b"k2", entry, [5, 6]) is after
-    assert index.insert(9, b"k", b"root", [1, 3]).block == 9  # the newer content has the key
-    assert index.find(b"k", b"root", [1, 2]) is None
-    assert index.find(b"k2", index.find(b"k", b"root", [1, 3]) or b"", [5, 6]) is None
+    entry = index.insert(7, b"k", b"root", column([1, 2]))
+    assert index.insert(8, b"k", b"root", column([1, 2])) is index.find(b"k", b"root", column([1, 2])) is entry
+    assert index.find(b"k", b"root", column([1, 3])) is None
+    assert index.find(b"k", b"another root", column([1, 2])) is None
+    assert index.find(b"k", entry, column([1, 2])) is None
+    after = index.insert(8, b"k2", entry, column([5, 6]))
+    assert index.find(b"k2", entry, column([5, 6])) is after
+    assert index.insert(9, b"k", b"root", column([1, 3])).block == 9  # the newer content has the key
+    assert index.find(b"k", b"root", column([1, 2])) is None
+    assert index.find(b"k2", index.find(b"k", b"root", column([1, 3])) or b"", column([5, 6])) is None
     index.evict(9)
     index.evict(8)
     assert len(index) == 0

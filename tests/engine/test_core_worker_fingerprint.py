@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.weights import Deferred
 from novainfer.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.mode import Mode
+from novainfer.protocol.columns import column
 from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import StepResult
 from workers import fingerprint as module
@@ -62,7 +63,10 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(logprob: float = -0.5) -> list[StepResult]:
-    return [StepResult(0, 0, [0], [7], [Logprobs(7, logprob, 1)]), StepResult(0, 1, [0], [8])]
+    return [
+        StepResult(0, 0, column([0]), column([7]), [Logprobs(7, logprob, 1)]),
+        StepResult(0, 1, column([0]), column([8])),
+    ]
 
 
 def of(mode: Mode = MODE, checksum: int = 1, logprob: float = -0.5) -> str:

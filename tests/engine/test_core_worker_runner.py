@@ -10,6 +10,7 @@ import torch
 
 from kernels.backend import KernelBackend, select_backend
 from novainfer.config import ModelConfig
+from novainfer.protocol.columns import column
 from novainfer.protocol.messages import Logprobs
 from tests.builders import CPU, PlanWriter, execute, generate, make_runner
 from tests.parity.builders import build_checkpoint
@@ -169,7 +170,7 @@ def test_resumed_row_when_it_has_outputs_then_stream_goes_on_as_if_never_stopped
 
 def test_empty_plan_when_run_then_result_is_empty(model: CausalLM, kernels: KernelBackend) -> None:
     result = execute(make_runner(model, kernels), PlanWriter().plan({}))
-    assert (result.rows, result.token_ids, result.bad_rows) == ([], [], [])
+    assert (result.rows, result.token_ids, result.bad_rows) == (column(), column(), [])
 
 
 def prompt_logprobs(model: CausalLM, kernels: KernelBackend, chunks: list[int]) -> list[Logprobs]:

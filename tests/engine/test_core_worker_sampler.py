@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import KernelBackend, select_backend
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import NewRow, StepPlan
 from tests.builders import CPU, VOCAB_SIZE, limits, new_row
 from workers.logprobs import gather_logprobs, top_ids_by_key, top_ids_of
@@ -27,7 +28,7 @@ def kernels() -> KernelBackend:
 
 def states_with(*rows: NewRow) -> RequestStates:
     states = RequestStates(limits(), CPU)
-    states.apply(StepPlan(epoch=1, step=0, rows=[], num_new_tokens=[], new_rows=list(rows)))
+    states.apply(StepPlan(epoch=1, step=0, rows=column(), num_new_tokens=column(), new_rows=list(rows)))
     return states
 
 
@@ -215,7 +216,7 @@ def test_given_a_row_with_a_new_owner_when_the_same_rows_are_sampled_again_then_
     states, sampler = states_with(old, other), Sampler(kernels)
     for _ in range(2):
         first = sampler.sample(logits.clone(), rows, states)
-    states.apply(StepPlan(epoch=1, step=1, rows=[], num_new_tokens=[], freed_rows=[0], new_rows=[new]))
+    states.apply(StepPlan(epoch=1, step=1, rows=column(), num_new_tokens=column(), freed_rows=[0], new_rows=[new]))
     again, alone = sampler.sample(logits.clone(), rows, states), sample(kernels, logits, new, other)
     assert first.token_ids.tolist() == [3, 3]
     assert again.token_ids.tolist() == alone.token_ids.tolist()

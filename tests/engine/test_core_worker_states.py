@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from novainfer.errors import EngineError
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import NewBlocks, StepPlan
 from tests.builders import CPU, VOCAB_SIZE, PlanWriter, limits, new_row
 from workers.input_batch import InputBatch, StepRows
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.stage0
 
 
 def plan(rows: list[int], counts: list[int], **fields: Any) -> StepPlan:
-    return StepPlan(epoch=1, step=0, rows=rows, num_new_tokens=counts, **fields)
+    return StepPlan(epoch=1, step=0, rows=column(rows), num_new_tokens=column(counts), **fields)
 
 
 def states_with(*rows: Any, **values: int) -> RequestStates:
@@ -206,5 +207,5 @@ def test_writer_when_rows_grow_then_every_plan_is_accepted() -> None:
     writer.add(1, [1] * 15)
     writer.add(0, [2])
     for step in (writer.plan({1: 15, 0: 1}), writer.plan({1: 1, 0: 1}), replace(writer.plan({0: 1, 1: 1}), epoch=7)):
-        assert run(states, step, 5)[0].sample_rows.tolist() == step.rows
+        assert run(states, step, 5)[0].sample_rows.tolist() == step.rows.tolist()
     assert states.num_row_blocks[:2].tolist() == [1, 2]

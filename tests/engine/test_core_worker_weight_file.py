@@ -20,6 +20,7 @@ from kernels.native.library import load_library
 from kernels.weights import Kind
 from novainfer.config import DEMO_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.errors import EngineError
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, StepResult
 from workers import weight_ahead, weight_file, weight_key
 from workers.checkpoint import find_checkpoint
@@ -114,7 +115,8 @@ class BusySocket:
     """A scheduler that has the next plan ready before it is asked for."""
 
     def __init__(self, num_plans: int) -> None:
-        plans = [StepPlan(epoch=1, step=i, rows=[], num_new_tokens=[], is_first=i == 0) for i in range(num_plans)]
+        none = column()
+        plans = [StepPlan(1, i, rows=none, num_new_tokens=none, is_first=i == 0) for i in range(num_plans)]
         self._messages: list[object] = [*plans, Shutdown(epoch=2)]
         self.sent: list[object] = []
 

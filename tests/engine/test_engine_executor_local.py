@@ -12,6 +12,7 @@ import torch
 
 from novainfer.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.errors import ConfigError, EngineError
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import StepPlan, StepResult
 from tests.builders import PlanWriter
 from workers import worker as worker_module
@@ -47,11 +48,11 @@ def test_two_steps_when_in_flight_then_results_come_in_order_and_equal_those_one
     assert (executor.info.epoch, executor.info.num_blocks, executor.info.max_model_len) == (3, 8, 64)
     assert set(stages) == {"weights", "kv cache", "warm-up"}
     with pytest.raises(EngineError, match="epoch 1"):
-        executor.submit(StepPlan(epoch=1, step=3, rows=[], num_new_tokens=[]))
+        executor.submit(StepPlan(epoch=1, step=3, rows=column(), num_new_tokens=column()))
     executor.close()
     executor.close()
     with pytest.raises(EngineError, match="closed"):
-        executor.submit(StepPlan(epoch=3, step=3, rows=[], num_new_tokens=[]))
+        executor.submit(StepPlan(epoch=3, step=3, rows=column(), num_new_tokens=column()))
     assert executor.collect(None) is None
 
 

@@ -17,6 +17,7 @@ from novainfer.errors import EngineError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.zmq_executor import ZmqExecutor
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import (
     WORKER_SCHEMA,
     Adopt,
@@ -106,11 +107,11 @@ def ranks(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> Ranks:
 
 
 def result(step: int, epoch: int = 1) -> StepResult:
-    return StepResult(epoch=epoch, step=step, rows=[0], token_ids=[step])
+    return StepResult(epoch=epoch, step=step, rows=column([0]), token_ids=column([step]))
 
 
 def plan(step: int, epoch: int = 1, *, is_first: bool = False) -> StepPlan:
-    return StepPlan(epoch=epoch, step=step, rows=[], num_new_tokens=[], is_first=is_first)
+    return StepPlan(epoch=epoch, step=step, rows=column(), num_new_tokens=column(), is_first=is_first)
 
 
 def test_all_ranks_when_they_say_hello_then_info_is_what_each_can_do(ranks: Ranks) -> None:
@@ -160,7 +161,7 @@ def test_a_plan_larger_than_a_message_when_submitted_then_engine_error_and_the_r
     ranks.ready()
     blocks = [2**63 - 1] * (MAX_MESSAGE_BYTES // 9 + 1)  # nine bytes each
     with pytest.raises(EngineError, match=r"more than a message may have"):
-        ranks.executor.submit(StepPlan(1, 0, rows=[], num_new_tokens=[], new_blocks=[NewBlocks(0, blocks)]))
+        ranks.executor.submit(StepPlan(1, 0, rows=column(), num_new_tokens=column(), new_blocks=[NewBlocks(0, blocks)]))
     ranks.executor.submit(plan(0))
     assert [ranks.hear(rank) for rank in range(2)] == [plan(0, is_first=True)] * 2
     ranks.say(0, result(0))
@@ -245,7 +246,7 @@ def test_a_failed_group_when_another_one_is_expected_then_only_that_one_is_heard
 def test_ranks_of_an_older_epoch_when_a_new_scheduler_finds_them_then_it_adopts_them_with_what_they_hold(
     ranks: Ranks,
 ) -> None:
-    held = [IndexedBlock(3, b"parent", [1] * 16)]
+    held = [IndexedBlock(3, b"parent", column([1] * 16))]
     ranks.executor.expect(5, group=1)
     for rank in range(2):
         ranks.hello(rank, epoch=4)
@@ -329,7 +330,7 @@ def test_worker_process_when_it_runs_then_it_loads_answers_and_leaves(server: Se
     assert (info.num_blocks, info.max_model_len, info.max_num_seqs) == (16, 64, 2)
     assert first is not None
     assert second is not None
-    assert (first.step, first.rows, second.step, second.rows) == (0, [1], 1, [1])
+    assert (first.step, first.rows, second.step, second.rows) == (0, column([1]), 1, column([1]))
     assert 0 <= second.token_ids[0] < info.vocab_size
     heard = server.reports()
     assert isinstance(heard[0], ChildStarted)
@@ -387,7 +388,7 @@ def test_worker_process_when_a_plan_cannot_be_then_both_peers_hear_the_fault(ser
     with start(server.run_dir, "demo") as process:
         try:
             executor.wait_ready(WAIT * 4)
-            executor.submit(StepPlan(epoch=1, step=0, rows=[1], num_new_tokens=[1]))
+            executor.submit(StepPlan(epoch=1, step=0, rows=column([1]), num_new_tokens=column([1])))
             with pytest.raises(EngineError, match="row that is not in use"):
                 executor.collect(WAIT)
             assert process.wait(WAIT) != 0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
+from novainfer.protocol.columns import column
 from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import WORKER_SCHEMA, RowPromptLogprobs, StepResult
 from novainfer.sampling.params import SamplingParams
@@ -52,7 +53,7 @@ def test_given_two_steps_in_flight_when_decoding_then_plans_are_empty_deltas() -
     driver.add("a", prompt_of(3))
     driver.run()
     steady = driver.executor.plans[2]
-    assert (steady.rows, steady.num_new_tokens) == ([0], [1])
+    assert (steady.rows, steady.num_new_tokens) == (column([0]), column([1]))
     assert [steady.new_rows, steady.new_blocks, steady.freed_rows, steady.copy_src] == [[], [], [], []]
 
 
@@ -99,8 +100,8 @@ def test_given_a_long_prompt_when_others_decode_then_every_step_holds_their_toke
     driver.add("long", prompt_of(60, 3))
     driver.run()
     chunks = [plan for plan in driver.executor.plans if max(plan.num_new_tokens) > 1 and plan.step > 1]
-    assert chunks[1].rows == [0, 1]
-    assert chunks[1].num_new_tokens == [1, 7]
+    assert chunks[1].rows == column([0, 1])
+    assert chunks[1].num_new_tokens == column([1, 7])
 
 
 def test_given_n_choices_when_run_then_prompt_blocks_are_shared_and_each_choice_is_its_own_stream() -> None:
@@ -423,7 +424,7 @@ def test_given_prompt_logprobs_when_the_request_ends_with_the_same_step_then_the
     driver.engine.submit()
     entry = Logprobs(8, -1.0, 1)
     outputs = driver.engine.scheduler.update(
-        StepResult(1, 1, [0], [5], prompt_logprobs=[RowPromptLogprobs(0, 1, [entry, entry])])
+        StepResult(1, 1, column([0]), column([5]), prompt_logprobs=[RowPromptLogprobs(0, 1, [entry, entry])])
     )
     assert outputs.outputs[0].finish_reason == "length"
     assert [(p.request_id, p.start, len(p.entries)) for p in outputs.prompt_logprobs] == [("a", 1, 2)]
@@ -434,7 +435,7 @@ def test_given_a_result_of_another_step_when_applied_then_it_is_an_engine_error(
     driver.add("a", prompt_of(3))
     driver.engine.submit()
     with pytest.raises(EngineError, match="does not answer"):
-        driver.engine.scheduler.update(StepResult(1, 99, [0], [1]))
+        driver.engine.scheduler.update(StepResult(1, 99, column([0]), column([1])))
 
 
 def test_given_a_result_with_too_few_logprobs_when_applied_then_it_is_an_engine_error() -> None:
@@ -443,7 +444,9 @@ def test_given_a_result_with_too_few_logprobs_when_applied_then_it_is_an_engine_
         driver.add(name, prompt_of(3), logprobs=1)
     driver.engine.submit()
     with pytest.raises(EngineError, match="has 1 log-prob"):
-        driver.engine.scheduler.update(StepResult(1, 1, [0, 1], [5, 5], logprobs=[Logprobs(5, -1.0, 1)]))
+        driver.engine.scheduler.update(
+            StepResult(1, 1, column([0, 1]), column([5, 5]), logprobs=[Logprobs(5, -1.0, 1)])
+        )
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,6 +13,7 @@ from novainfer.engine.core import EngineCore
 from novainfer.executor.held_blocks import HeldBlocks
 from novainfer.kv.manager import KVCacheManager
 from novainfer.kv.prefix_index import chain_key, root_key
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import IndexedBlock, StepPlan
 from novainfer.sampling.params import SamplingParams
 from tests.engine.engine_driver import Driver, make_message
@@ -132,15 +133,15 @@ def test_given_many_to_send_again_when_the_queue_is_short_then_none_that_was_acc
 
 def test_given_held_blocks_when_adopted_then_free_ones_are_taken_first_then_the_oldest_chain_from_its_end() -> None:
     root = root_key("tenant")
-    first, second = chain_key(root, [1, 2]), chain_key(root, [5, 6])
+    first, second = chain_key(root, column([1, 2])), chain_key(root, column([5, 6]))
     held = [
-        IndexedBlock(4, root, [1, 2]),
-        IndexedBlock(0, root, [5, 6]),
-        IndexedBlock(3, first, [3, 4]),
-        IndexedBlock(5, second, [7, 8]),
-        IndexedBlock(1, chain_key(first, [3, 4]), [9, 9]),
-        IndexedBlock(2, root, [1, 2]),  # the same content twice: the second is of no use
-        IndexedBlock(99, root, [8, 8]),  # more than this scheduler has
+        IndexedBlock(4, root, column([1, 2])),
+        IndexedBlock(0, root, column([5, 6])),
+        IndexedBlock(3, first, column([3, 4])),
+        IndexedBlock(5, second, column([7, 8])),
+        IndexedBlock(1, chain_key(first, column([3, 4])), column([9, 9])),
+        IndexedBlock(2, root, column([1, 2])),  # the same content twice: the second is of no use
+        IndexedBlock(99, root, column([8, 8])),  # more than this scheduler has
     ]
     manager = KVCacheManager(7, 2)
     manager.adopt(held)
@@ -151,10 +152,10 @@ def test_given_held_blocks_when_adopted_then_free_ones_are_taken_first_then_the_
 
 def test_given_an_account_when_blocks_leave_and_enter_then_it_is_what_the_index_holds() -> None:
     account = HeldBlocks()
-    one, two, again = (IndexedBlock(block, b"p", [block]) for block in (1, 2, 1))
-    account.apply(StepPlan(1, 1, [], [], indexed=[one, two]))
+    one, two, again = (IndexedBlock(block, b"p", column([block])) for block in (1, 2, 1))
+    account.apply(StepPlan(1, 1, column(), column(), indexed=[one, two]))
     assert account.tell() == [one, two]
-    account.apply(StepPlan(1, 2, [], [], indexed=[again], unindexed=[7]))
+    account.apply(StepPlan(1, 2, column(), column(), indexed=[again], unindexed=[7]))
     assert account.tell() == [two, again]
-    account.apply(StepPlan(1, 3, [], [], unindexed=[2]))
+    account.apply(StepPlan(1, 3, column(), column(), unindexed=[2]))
     assert account.tell() == [again]

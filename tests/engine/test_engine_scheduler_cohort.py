@@ -149,8 +149,10 @@ class Player:
         outputs = self.engine.collect(None)
         if outputs is not None:
             plain = outputs.plain
-            assert [s.ref for s in plain.sequences] == plain.refs
-            self.log.append((plain.refs.copy(), plain.indexes.copy(), plain.token_ids.copy()))
+            assert [s.ref for s in plain.sequences] == plain.refs.tolist()
+            indexes = [plain.base + index for index in plain.indexes]
+            assert plain.begun == [place for place, index in enumerate(indexes) if index == 0]
+            self.log.append((plain.refs.tolist(), indexes, plain.token_ids.tolist()))
             self._see(outputs.outputs)
             self.log.append(outputs.prompt_logprobs)
 
@@ -217,6 +219,15 @@ def lose_a_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Cohort, "settle", settles)
 
 
+def turn_round_what_is_settled_together(patch: pytest.MonkeyPatch) -> None:
+    settle = Cohort._settle
+
+    def settles(self: Cohort, sequence: Sequence, tokens: Any) -> None:
+        settle(self, sequence, tokens if isinstance(tokens, list) else tokens[::-1])
+
+    patch.setattr(Cohort, "_settle", settles)
+
+
 def grow_too_late(patch: pytest.MonkeyPatch) -> None:
     starting = Cohort.starting_blocks
     patch.setattr(Cohort, "starting_blocks", lambda self, step: starting(self, step - 1))
@@ -262,6 +273,7 @@ def charge_once(patch: pytest.MonkeyPatch) -> None:
     "break_it",
     [
         lose_a_token,
+        turn_round_what_is_settled_together,
         grow_too_late,
         miss_the_length,
         miss_what_is_odd,

@@ -26,6 +26,7 @@ from bench.make_checkpoint import SHAPES
 from kernels.linear.packing import pack_rounded, pack_whole
 from kernels.linear.schemes import FLOAT8, INT4, INT8
 from kernels.paged_attention.triton_decode import WorkList
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import NewRow, StepPlan
 from novainfer.sampling.params import SamplingParams
 
@@ -48,7 +49,7 @@ def new_row(row: int, prompt_len: int, num_computed: int = 0) -> NewRow:
 
 def plan(new: list[NewRow], **counts: int) -> StepPlan:
     """counts: tokens of each row, by "r" and its number."""
-    return StepPlan(0, 0, [int(name[1:]) for name in counts], list(counts.values()), new_rows=new)
+    return StepPlan(0, 0, column([int(name[1:]) for name in counts]), column(counts.values()), new_rows=new)
 
 
 def test_steps_when_one_computes_any_prompt_or_misses_a_sequence_then_it_is_no_decode() -> None:

@@ -23,12 +23,15 @@ import psutil
 
 from novainfer.errors import ProtocolError
 from novainfer.protocol.codec import Schema
+from novainfer.protocol.columns import Column, column
 from novainfer.protocol.messages import GATEWAY_SCHEMA
 from novainfer.protocol.step import WORKER_SCHEMA
 from novainfer.protocol.supervision import ORDERS_SCHEMA, SUPERVISOR_SCHEMA
 
 SCHEMAS = (GATEWAY_SCHEMA, WORKER_SCHEMA, SUPERVISOR_SCHEMA, ORDERS_SCHEMA)
-_EXAMPLES: dict[type, Any] = {int: 7, float: 0.5, str: "text", bool: True, bytes: b"\0" * 16}
+_EXAMPLES: dict[type, Any] = {
+    int: 7, float: 0.5, str: "text", bool: True, bytes: b"\0" * 16, Column: column([7, 7]),
+}  # fmt: skip
 _HEADERS = tuple(
     bytes([tag]) + length
     for tag in (0xC6, 0xC9, 0xDB, 0xDD, 0xDF)  # bin, ext, str, array, map; each with a length of 32 bits

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import StepPlan
 from novainfer.scheduler.drafts import MAX_DRAFTS, DraftPace, look_period
 from tests.builders import CPU, limits, new_row
@@ -21,7 +22,7 @@ def states_with_drafts(*drafts: list[int]) -> RequestStates:
     """A row for each, with three known tokens and its drafts behind them."""
     states = RequestStates(limits(), CPU)
     rows = [new_row(i, [40, 41, 42], [i]) for i in range(len(drafts))]
-    states.apply(StepPlan(epoch=1, step=0, rows=[], num_new_tokens=[], new_rows=rows))
+    states.apply(StepPlan(epoch=1, step=0, rows=column(), num_new_tokens=column(), new_rows=rows))
     for row, found in enumerate(drafts):
         states.token_ids[row, 3 : 3 + len(found)] = torch.tensor(found, dtype=torch.int32)
     return states

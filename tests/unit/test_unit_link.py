@@ -11,6 +11,7 @@ from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, 
 from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.rank import RankSession
 from novainfer.executor.ranks import RankGroup
+from novainfer.protocol.columns import column
 from novainfer.protocol.link import Inbox, Packet, packets_in
 from novainfer.protocol.messages import (
     FINISH_CANCELLED,
@@ -379,7 +380,11 @@ def test_given_tokens_of_many_steps_that_were_held_when_they_come_then_each_choi
     (first,) = (packet.message.ref for packet in gateway.sent())  # type: ignore[attr-defined]
     sent.link.say(READY)
     for index in range(3):
-        sent.link.say(OutputBatch(1, index, [], [], [first, first + 1], [index] * 2, [index, 10 + index]))
+        sent.link.say(
+            OutputBatch(
+                1, index, [], [], column([first, first + 1]), column([0, 0]), column([index, 10 + index]), base=index
+            )
+        )
     sent.link.say(batch(3, 8, end=FINISH_LENGTH))
     sent.messages()
     sent.link.acknowledge(1)
@@ -397,7 +402,7 @@ def test_given_columns_of_different_lengths_when_they_come_then_it_is_a_protocol
     gateway.ready()
     gateway.submit(message())
     with pytest.raises(ProtocolError):
-        gateway.hear(OutputBatch(1, 0, [], [], [0, 1], [0], [4]))
+        gateway.hear(OutputBatch(1, 0, [], [], column([0, 1]), column([0]), column([4])))
     assert gateway.stream.items == []
 
 
@@ -492,7 +497,7 @@ INFO = ExecutorInfo(
 
 
 def step_plan(step: int, *, is_first: bool = False) -> StepPlan:
-    return StepPlan(1, step, [0], [1], is_first=is_first)
+    return StepPlan(1, step, column([0]), column([1]), is_first=is_first)
 
 
 class Group:
@@ -533,7 +538,7 @@ def test_given_idle_ranks_when_nothing_is_asked_or_answers_come_then_that_is_no_
         for rank in (0, 1):
             group.hello(rank, 9)
     for rank in (0, 1):
-        group.ranks.handle(b"0", StepResult(1, rank + 1, [], []))
+        group.ranks.handle(b"0", StepResult(1, rank + 1, column(), column()))
         group.hello(rank, 9)
     group.ranks.listen()
 

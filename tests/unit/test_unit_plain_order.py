@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.schemas import CompletionRequest
 from novainfer.client.session import GatewaySession
+from novainfer.protocol.columns import column
 from novainfer.protocol.link import Packet
 from novainfer.protocol.messages import FINISH_LENGTH, AddRequest, EngineInfo, OutputBatch, TokenOutput
 from novainfer.sampling.params import SamplingParams
@@ -62,7 +63,9 @@ class Talk:
         server, place = self.server, len(self.tokens)
         if move == "token":
             self.tokens.append(FIRST_TOKEN + place % 40)
-            self.hear(OutputBatch(1, 1, [], refs=[0], indexes=[place], token_ids=self.tokens[-1:]))
+            self.hear(
+                OutputBatch(1, 1, [], refs=column([0]), indexes=column([place]), token_ids=column(self.tokens[-1:]))
+            )
         elif move in ("behind", "caught up"):
             server.backlog.is_behind = move == "behind"
             self.session.flush()
@@ -152,7 +155,17 @@ def test_given_part_of_a_character_that_came_another_way_when_known_tokens_follo
 
         def come(token_id: int) -> None:
             talk.tokens.append(token_id)
-            talk.hear(OutputBatch(1, 1, [], refs=[0], indexes=[len(talk.tokens) - 1], token_ids=[token_id]))
+            talk.hear(
+                OutputBatch(
+                    1,
+                    1,
+                    [],
+                    refs=column([0]),
+                    indexes=column([0]),
+                    token_ids=column([token_id]),
+                    base=len(talk.tokens) - 1,
+                )
+            )
 
         for token_id in (44, 45, 44, 45):
             come(token_id)

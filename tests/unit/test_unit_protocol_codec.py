@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from novainfer.errors import ProtocolError
 from novainfer.protocol.codec import Schema
+from novainfer.protocol.columns import column
 from novainfer.protocol.messages import (
     GATEWAY_SCHEMA,
     AddRequest,
@@ -51,17 +52,19 @@ MESSAGES = [
     CancelAlias(7, "t", "chat"),
     AliasCancelled(7, True),
     EngineInfo(3, True, 100, 2048, 16, 10, 4),
+    OutputBatch(1, 2, [], [], column([7, 2**40]), column([-3, 5]), column([1, 2]), [7], [0], 9),
     OutputBatch(1, 2, [TokenOutput("r", 0, 5, [9], "stop", 9, [LOGPROBS])], [PromptLogprobs("r", 1, [LOGPROBS])]),
     RequestRejected("r", 503, "full", retry_after=1.0),
     EngineStats(1, 2, 3, 4, 5, 6, finished_total={"stop": 3}),
 ]
+NEW_ROW = NewRow(3, [1, 2], 2, 0, [9], PARAMS, 1, [7])
 STEPS = [
-    StepPlan(1, 2, [0, 3], [1, 7], [4], [NewRow(3, [1, 2], 2, 0, [9], PARAMS, 1, [7])], [NewBlocks(0, [8])], [1], [2]),
-    StepPlan(1, 2, [0], [1], unindexed=[3], indexed=[IndexedBlock(4, b"\0\xff", [1, 2])]),
-    WorkerHello(2, 1, 0, 1, 10, 16, 100, 512, 8, 256, [IndexedBlock(4, b"\0\xff", [1, 2])]),
+    StepPlan(1, 2, column([0, 3]), column([1, 7]), [4], [NEW_ROW], [NewBlocks(0, [8])], [1], [2]),
+    StepPlan(1, 2, column([0]), column([1]), unindexed=[3], indexed=[IndexedBlock(4, b"\0\xff", column([1, 2]))]),
+    WorkerHello(2, 1, 0, 1, 10, 16, 100, 512, 8, 256, [IndexedBlock(4, b"\0\xff", column([1, 2]))]),
     WorkerFault(1, 0, "out of memory"),
     Adopt(3),
-    StepResult(1, 2, [0], [5], [None, LOGPROBS], [RowPromptLogprobs(3, 1, [LOGPROBS])], [0]),
+    StepResult(1, 2, column([0]), column([5]), [None, LOGPROBS], [RowPromptLogprobs(3, 1, [LOGPROBS])], [0]),
 ]
 
 
@@ -76,8 +79,8 @@ def test_given_a_step_message_when_sent_then_it_arrives_equal(message: object) -
 
 
 def test_given_a_steady_decode_step_when_encoded_then_a_few_bytes_a_row() -> None:
-    plan = StepPlan(1, 1000, list(range(64)), [1] * 64)
-    assert len(WORKER_SCHEMA.encode(plan)) < 64 * 2 + 40
+    plan = StepPlan(1, 1000, column(range(64)), column([1] * 64))
+    assert len(WORKER_SCHEMA.encode(plan)) < 64 * 16 + 40
 
 
 @pytest.mark.parametrize(
@@ -97,6 +100,9 @@ def test_given_a_steady_decode_step_when_encoded_then_a_few_bytes_a_row() -> Non
         [2, "r", [1], [2, 1.5]],
         [2, "r", [1], [1, "16"]],
         [17, 1, 2, [["r", 0, 0, 5]]],
+        [17, 1, 2, [], [], b"1234567", b"", b""],
+        [17, 1, 2, [], [], [1], [1], [1]],
+        [17, 1, 2, [], [], "12345678", b"", b""],
         {"1": 2},
         1,
         None,
