@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from kernels.native.build import cache_dir
-from novainfer.config import ModelConfig
+from novainfer.config import ModelConfig, ServeConfig
 
 _IS_KEPT = "NOVA_CONFIG_IS_KEPT"  # in the environment of the ranks' zygote
-_MOST = 32  # files of some kilobytes
+_MOST_FILES = 32  # of some kilobytes
 _FOREIGN = ("auto_map", "configuration_files")  # of a config.json: other files say what it means
+_DIGEST_BYTES = 16
 # Who decides what is read in a config.
 _SOURCES = ("kept_config.py", "models/families.py", "models/loader.py", "models/rope.py", "quantized/scheme.py")
 
@@ -38,36 +39,52 @@ class KeptConfig:
         return self if text is None else KeptConfig(text)
 
 
-def read_kept(folder: Path, config: ModelConfig) -> KeptConfig | None:
-    """Of the checkpoint in `folder`; None if none is kept, or it is not wanted."""
-    if not _may_be_kept(config):
+def kept_path(folder: Path, config: ModelConfig) -> Path | None:
+    """Where the config of the checkpoint in `folder`, as it is now, is or may be kept; None if it is not to be.
+
+    The name is a digest of config.json and of who reads it.
+    """
+    if config.model_backend == "transformers" or not config.weight_cache_gib:
         return None
     try:
-        checksum, text = _path(folder).read_bytes().split(b"\n", 1)
+        text = (folder / "config.json").read_bytes()
+        if not json.loads(text).keys().isdisjoint(_FOREIGN):
+            return None
+        digest = hashlib.blake2b(f"transformers {version('transformers')}".encode(), digest_size=_DIGEST_BYTES)
+        for part in (text, *((Path(__file__).parent / name).read_bytes() for name in _SOURCES)):
+            digest.update(b"\0" + part)
+    except (OSError, ValueError, AttributeError):  # the last: it is no object
+        return None
+    return cache_dir() / "configs" / f"{digest.hexdigest()}.json"
+
+
+def read_kept(path: Path | None) -> KeptConfig | None:
+    """What is kept there; None if there is nothing, or it is damaged."""
+    if path is None:
+        return None
+    try:
+        checksum, text = path.read_bytes().split(b"\n", 1)
         return KeptConfig(json.loads(text)) if checksum == _checksum(text) else None
     except (OSError, ValueError):
         return None
 
 
-def keep(folder: Path, config: ModelConfig, values: Mapping[str, Any]) -> None:
+def keep(path: Path, values: Mapping[str, Any]) -> None:
     """For the next start; what goes wrong costs that one its time, and no more."""
-    if not _may_be_kept(config) or any(name in values for name in _FOREIGN):
-        return
     with suppress(OSError):
-        path = _path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
         text = json.dumps(values).encode()
         unfinished.write_bytes(_checksum(text) + b"\n" + text)
         unfinished.replace(path)
-        for old in sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-_MOST]:
+        for old in sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-_MOST_FILES]:
             old.unlink(missing_ok=True)
 
 
-def tell_zygote(folder: Path, config: ModelConfig) -> None:
+def tell_zygote(folder: Path, config: ServeConfig) -> None:
     """For the zygote that this process will have started: whether its ranks will ask for transformers at all."""
     os.environ.pop(_IS_KEPT, None)
-    if read_kept(folder, config) is not None:
+    if config.parallel.executor == "model" and read_kept(kept_path(folder, config.model)) is not None:
         os.environ[_IS_KEPT] = "1"
 
 
@@ -76,17 +93,5 @@ def is_transformers_wanted() -> bool:
     return _IS_KEPT not in os.environ
 
 
-def _may_be_kept(config: ModelConfig) -> bool:
-    return config.model_backend != "transformers" and config.weight_cache_gib > 0
-
-
 def _checksum(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()
-
-
-def _path(folder: Path) -> Path:
-    """The same for the same file, read by the same code. Raises OSError."""
-    digest = hashlib.blake2b(f"transformers {version('transformers')}".encode(), digest_size=16)
-    for source in (folder / "config.json", *(Path(__file__).parent / name for name in _SOURCES)):
-        digest.update(b"\0" + source.read_bytes())
-    return cache_dir() / "configs" / f"{digest.hexdigest()}.json"
+    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).hexdigest().encode()

@@ -23,6 +23,7 @@ _SOURCES = (
     "workers/layers",
     "workers/quantized",
     "workers/weights.py",
+    "workers/kept_config.py",
     "kernels/linear",
     "kernels/native",
     "kernels",

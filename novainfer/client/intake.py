@@ -67,7 +67,7 @@ class Intake:
         """
         ways, base = self._journal.ways, batch.base
         taken: list[tuple[ShortWay, int]] = []
-        for ref, offset, token_id in zip(batch.refs, batch.indexes, batch.token_ids, strict=False):
+        for ref, offset, token_id in zip(batch.refs, batch.offsets, batch.token_ids, strict=False):
             index = base + offset
             way = ways.get(ref)
             if way is not None and way.is_open and len(way.emitted) == index:
@@ -91,7 +91,7 @@ class Intake:
         """Plain tokens of several steps, or of one while more wait behind it: of each choice they are told together."""
         ways, held, base = self._journal.ways, self._held, batch.base
         others: dict[int, list[tuple[int, list[int]]]] = {}  # without a short way: first index and ids of each run
-        for ref, offset, token_id in zip(batch.refs, batch.indexes, batch.token_ids, strict=False):
+        for ref, offset, token_id in zip(batch.refs, batch.offsets, batch.token_ids, strict=False):
             index = base + offset
             way = ways.get(ref)
             if way is not None and way.is_open and len(way.emitted) == index:

@@ -18,6 +18,8 @@ from novainfer.protocol.messages import EngineInfo, OutputBatch, PromptLogprobs,
 from novainfer.scheduler.batch import PlainTokens
 from novainfer.scheduler.request import Request, Sequence
 
+_MOST_TOKENS = 2**20  # in one batch: 24 MiB of columns
+
 
 class Owners(dict[str, bytes]):
     """Whose the live requests are: by request id, the socket identity of the gateway. Written item by item."""
@@ -145,7 +147,7 @@ class _Held:
 
     def __init__(self) -> None:
         self._info: EngineInfo | None = None
-        self._batch: OutputBatch | None = None
+        self._batches: list[OutputBatch] = []
         self._outputs: dict[tuple[str, int], list[TokenOutput]] = {}
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._others: list[object] = []
@@ -154,7 +156,7 @@ class _Held:
         if isinstance(message, EngineInfo):
             self._info = message
         elif isinstance(message, OutputBatch):
-            self._batch = message if self._batch is None else _joined(self._batch, message)
+            self._batches.append(message)
             self._prompt_logprobs += message.prompt_logprobs
             for output in message.outputs:
                 self._outputs.setdefault((output.request_id, output.choice), []).append(output)
@@ -164,22 +166,38 @@ class _Held:
     def messages(self) -> list[object]:
         """All of it, in the order in which it is to be sent."""
         messages = [*self._others]
-        if self._batch is not None:
+        if self._batches:
             outputs = [merge_outputs(parts) for parts in self._outputs.values()]
-            messages.append(replace(self._batch, outputs=outputs, prompt_logprobs=self._prompt_logprobs))
+            *earlier, last = _joined(self._batches)
+            messages += [replace(batch, outputs=[], prompt_logprobs=[]) for batch in earlier]
+            messages.append(replace(last, outputs=outputs, prompt_logprobs=self._prompt_logprobs))
         if self._info is not None:  # last: its epoch may be newer than the outputs', which would count as stale
             messages.append(self._info)
         return messages
 
 
-def _joined(earlier: OutputBatch, later: OutputBatch) -> OutputBatch:
-    """The later one, with the columns of both."""
-    shift = earlier.base - later.base
-    return replace(
-        later,
-        refs=earlier.refs + later.refs,
-        indexes=column([index + shift for index in earlier.indexes]) + later.indexes,
-        token_ids=earlier.token_ids + later.token_ids,
-        begun_refs=earlier.begun_refs + later.begun_refs,
-        begun_cached=earlier.begun_cached + later.begun_cached,
-    )
+def _joined(batches: list[OutputBatch]) -> Iterator[OutputBatch]:
+    """As few as they may be, in order, with the columns of all: those of a step may be shared, and are not written."""
+    together: list[OutputBatch] = []
+    num_tokens = 0
+    for batch in batches:
+        if together and num_tokens + len(batch.refs) > _MOST_TOKENS:
+            yield _join(together)
+            together, num_tokens = [], 0
+        together.append(batch)
+        num_tokens += len(batch.refs)
+    yield _join(together)
+
+
+def _join(batches: list[OutputBatch]) -> OutputBatch:
+    """The last one, with the columns of all."""
+    last = batches[-1]
+    joined = replace(last, refs=column(), offsets=column(), token_ids=column(), begun_refs=[], begun_cached=[])
+    for batch in batches:
+        shift = batch.base - last.base
+        joined.refs.extend(batch.refs)
+        joined.offsets.extend(batch.offsets if shift == 0 else column([offset + shift for offset in batch.offsets]))
+        joined.token_ids.extend(batch.token_ids)
+        joined.begun_refs.extend(batch.begun_refs)
+        joined.begun_cached.extend(batch.begun_cached)
+    return joined

@@ -328,7 +328,7 @@ class Replica:
                 step,
                 [],
                 refs=tokens.refs,
-                indexes=tokens.indexes,
+                offsets=tokens.offsets,
                 token_ids=tokens.token_ids,
                 begun_refs=[sequence.ref for sequence in begun],
                 begun_cached=[max(sequence.request.num_cached_tokens, 0) for sequence in begun],

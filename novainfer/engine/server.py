@@ -39,9 +39,9 @@ from novainfer.transport.parent import die_with_parent
 
 logger = logging.getLogger("novainfer.scheduler")
 
-# Nothing that comes and goes with steps and requests is a circle, so collections find next to nothing; each of the last
-# generation looks at all indexed blocks.
-_OBJECTS_PER_COLLECTION = 20_000
+# Nothing that comes and goes with steps and requests is a circle, so collections find next to nothing; and a full one
+# visits every indexed block.
+_GC_THRESHOLD = 20_000
 _MAX_PACKETS_PER_TURN = 256  # or a few more: a message is taken whole
 
 
@@ -79,7 +79,7 @@ class SchedulerServer:
         self._report(self._started)
         gc.collect()
         gc.freeze()  # what is there now stays: no collection between two steps need look at it
-        gc.set_threshold(_OBJECTS_PER_COLLECTION)
+        gc.set_threshold(_GC_THRESHOLD)
         busy = False
         try:
             while not self._stopping:

@@ -55,7 +55,7 @@ def serve(config: ServeConfig) -> int:
     folder = check_model(model)
     if config.parallel.executor == "model":
         check_split(folder, config.parallel.tensor_parallel_size)
-        tell_zygote(folder, model)
+    tell_zygote(folder, config)
     if config.parallel.cluster_host is None:  # else the ranks' hosts see to it (`RankHost`)
         read_ahead(folder, config, range(config.parallel.tensor_parallel_size))
     text = folder if model.tokenizer is None else resolve_checkpoint(model.tokenizer, revision=model.revision)

@@ -1,8 +1,8 @@
 """The closed schema on every socket: records <-> msgpack arrays. No pickle, no ext types, no maps of names.
 
-A record is `[tag, field, field, ...]`, positional. Fields are only ever appended, each with a default, so an
-older peer's shorter array still decodes; an unknown tag, an extra field or a value of the wrong type is a
-`ProtocolError`. Decoders are built once per class from its annotations. A column (`columns`) travels as its bytes.
+A record is `[tag, field, field, ...]`, positional. Fields with a default may be missing at the end; an unknown tag, an
+extra field or a value of the wrong type is a `ProtocolError`. Decoders are built once per class from its annotations. A
+column (`columns`), which may be a field beside others and nothing else, travels as its bytes.
 """
 
 from __future__ import annotations
@@ -77,12 +77,13 @@ def record_encoder(record: type) -> Encoder:
     """A function that turns a `record` into the list of its wire fields, nested records as lists."""
     hints = get_type_hints(record)
     names = [f.name for f in fields(record)]
-    nested = [(i, encoder) for i, name in enumerate(names) if (encoder := _value_encoder(hints[name])) is not None]
+    columns = [i for i, name in enumerate(names) if hints[name] is Column and len(names) > 1]
+    kinds = [(i, hints[name]) for i, name in enumerate(names) if i not in columns]
+    nested = [(i, encoder) for i, kind in kinds if (encoder := _value_encoder(kind)) is not None]
     if len(names) == 1:
         only = names[0]
         return lambda value: [nested[0][1](getattr(value, only)) if nested else getattr(value, only)]
     all_fields = attrgetter(*names)
-    columns = [i for i, name in enumerate(names) if hints[name] is Column]
 
     def encode(value: Any) -> list[Any]:
         wire = list(all_fields(value))
@@ -97,7 +98,9 @@ def record_encoder(record: type) -> Encoder:
 
 
 def _value_encoder(annotation: Any) -> Encoder | None:
-    """None where msgpack takes the value as it is."""
+    """None where msgpack takes the value as it is. Raises TypeError for a column, which is nobody's item."""
+    if annotation is Column:
+        raise TypeError("a column is a field of a record that has others")
     if is_dataclass(annotation) and isinstance(annotation, type):
         return record_encoder(annotation)
     if get_origin(annotation) is dict:

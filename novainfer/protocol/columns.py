@@ -1,4 +1,5 @@
-"""Columns of integers of 64 bits: each is one object, which is copied, compared and sent as one piece of memory.
+"""Columns of integers of 64 bits: each is one object, which is copied, compared and sent as one piece of memory, in the
+order of this processor's bytes: all hosts of a cluster must have the same.
 
 A list has an object for each integer. Who hands on hundreds of them in every step, and looks at none, cannot afford it.
 """

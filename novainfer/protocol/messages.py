@@ -163,9 +163,10 @@ class PromptLogprobs:
 class OutputBatch:
     """All that one step has for one gateway, in one message.
 
-    Choice refs[i] (see `AddRequest.ref`) gets token_ids[i] at output index base + indexes[i]: most tokens, for which
-    there is no more to say. Of one choice they come before its `outputs`. Choice begun_refs[i] gets its first token
-    with this batch, or one before; begun_cached[i] prompt tokens of its request were found in the prefix cache.
+    Choice refs[i] (see `AddRequest.ref`) gets token_ids[i] at output index base + offsets[i]: most tokens, for which
+    there is no more to say. The offsets of the same choices are the same in the next step, whose base is one more. Of
+    one choice they come before its `outputs`. Choice begun_refs[i] gets its first token with this batch, or one before;
+    begun_cached[i] prompt tokens of its request were found in the prefix cache.
     """
 
     epoch: int
@@ -173,7 +174,7 @@ class OutputBatch:
     outputs: list[TokenOutput]
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     refs: Column = field(default_factory=column)
-    indexes: Column = field(default_factory=column)
+    offsets: Column = field(default_factory=column)
     token_ids: Column = field(default_factory=column)
     begun_refs: list[int] = field(default_factory=list)
     begun_cached: list[int] = field(default_factory=list)
@@ -183,7 +184,7 @@ class OutputBatch:
     def has_even_columns(self) -> bool:
         """Whether those that belong together are of one length."""
         num = len(self.refs)
-        return num == len(self.indexes) == len(self.token_ids) and len(self.begun_refs) == len(self.begun_cached)
+        return num == len(self.offsets) == len(self.token_ids) and len(self.begun_refs) == len(self.begun_cached)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ def check_request(message: AddRequest, info: ExecutorInfo) -> None:
         raise InvalidRequestError(f"request ids have 1 to {MAX_ID_LENGTH} characters")
     params = message.params
     validate(params, vocab_size=info.vocab_size)
+    if not -1 <= message.ref < 2**63 - params.n:  # the numbers of its choices are put into columns
+        raise InvalidRequestError(f"the number {message.ref} is no number of a choice")
     if params.seed is None:
         raise InvalidRequestError("the seed must be resolved before a request is sent", param="seed")
     _check_ids("prompt", message.prompt_token_ids, info.vocab_size)

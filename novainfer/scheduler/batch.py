@@ -51,7 +51,8 @@ class Steady:
 
 @dataclass(slots=True)
 class StepRecord:
-    """A step in flight. Columns, in the plan's order: one entry for each row that it runs.
+    """A step in flight. Columns, in the plan's order: one entry for each row that it runs. They may be those of a
+    `Steady`, and are never changed.
 
     `rows` are kept, since a sequence may lose its row before the result. The first rows are those of `steady`.
     """
@@ -124,8 +125,8 @@ class StepRecord:
         if self.drafts:
             return PlainTokens(sampled, column([s.ref for s in sampled]), column([0] * len(sampled)), token_ids)
         # Copied if some will be written: it is the same column as long as nobody comes or goes.
-        indexes = self.first_indexes[:] if self.sampled_others else self.first_indexes
-        return PlainTokens(sampled, self.sampled_refs, indexes, token_ids, base=self.step)
+        offsets = self.first_indexes[:] if self.sampled_others else self.first_indexes
+        return PlainTokens(sampled, self.sampled_refs, offsets, token_ids, base=self.step)
 
     def prompt_logprobs(self, result: StepResult) -> list[PromptLogprobs]:
         """Those of requests that have not ended, as their clients get them."""
@@ -141,21 +142,22 @@ class StepRecord:
 
 @dataclass(slots=True)
 class PlainTokens:
-    """Tokens of choices that have a number at their gateway, without anything else to tell. Columns.
+    """Tokens of choices that have a number at their gateway, without anything else to tell. Columns, which may be those
+    of a `StepRecord`, of a `Steady`: `write` alone writes to one, where `StepRecord.plain_tokens` has copied it.
 
     `sequences` is the same list, unchanged, as long as it is the same choices that have them.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
     refs: Column = field(default_factory=column)
-    indexes: Column = field(default_factory=column)  # output indexes, less `base`
+    offsets: Column = field(default_factory=column)  # output indexes, less `base`
     token_ids: Column = field(default_factory=column)
     base: int = 0
     begun: list[int] = field(default_factory=list)  # places of first tokens
 
     def write(self, place: int, index: int) -> None:
         """The output index of the token at this place."""
-        self.indexes[place] = index - self.base
+        self.offsets[place] = index - self.base
         if index == 0:
             self.begun.append(place)
 
@@ -166,10 +168,10 @@ class PlainTokens:
     def at(self, places: list[int]) -> PlainTokens:
         """Those at some places, in order."""
         sequences = [self.sequences[place] for place in places]
-        columns = (self.refs, self.indexes, self.token_ids)
-        refs, indexes, token_ids = [column([values[place] for place in places]) for values in columns]
+        columns = (self.refs, self.offsets, self.token_ids)
+        refs, offsets, token_ids = [column([values[place] for place in places]) for values in columns]
         begun = [i for i, place in enumerate(places) if place in self.begun] if self.begun else []
-        return PlainTokens(sequences, refs, indexes, token_ids, self.base, begun)
+        return PlainTokens(sequences, refs, offsets, token_ids, self.base, begun)
 
 
 @dataclass(slots=True)
@@ -183,7 +185,7 @@ class StepOutputs:
     @property
     def outputs(self) -> list[TokenOutput]:
         """All tokens spelled out."""
-        plain = zip(self.plain.sequences, self.plain.indexes, self.plain.token_ids, strict=True)
+        plain = zip(self.plain.sequences, self.plain.offsets, self.plain.token_ids, strict=True)
         base = self.plain.base
         return [*(sequence.output(base + index, [token_id], None) for sequence, index, token_id in plain), *self.others]
 

@@ -50,7 +50,7 @@ class Cohort:
         self._tenants: Counter[str] = Counter()
         # As many of the newest results as a member may not have in its own `token_ids`.
         self._newest: deque[_Tokens] = deque(maxlen=block_size)
-        self._num_alike = 0  # of the newest results: those for the same rows
+        self._num_same_rows = 0  # of the newest results: those for the same rows
         self._places: tuple[Column, dict[int, int]] = column(), {}  # of such rows
 
     @staticmethod
@@ -211,15 +211,15 @@ class Cohort:
         if not self._members:
             return []
         rows = record.sampled_rows
-        is_like_last = bool(self._newest) and self._newest[-1].rows is rows
-        self._num_alike = self._num_alike + 1 if is_like_last else 1
+        has_same_rows = bool(self._newest) and self._newest[-1].rows is rows
+        self._num_same_rows = self._num_same_rows + 1 if has_same_rows else 1
         self._newest.append(_Tokens(rows, result.token_ids))
         full = [s for s in self._phases[-(record.step + 1) % self._block_size] if s.joined <= record.step]
-        if self._num_alike < self._block_size:
+        if self._num_same_rows < self._block_size:
             for sequence in full:
                 self.settle(sequence)
         elif full:
-            self._settle_alike(full)
+            self._settle_by_stride(full)
         return full
 
     def settle(self, sequence: Sequence) -> None:
@@ -230,7 +230,7 @@ class Cohort:
             newest = islice(self._newest, len(self._newest) - count, None)
             self._settle(sequence, [(tokens.by_row or tokens.sort())[row] for tokens in newest])
 
-    def _settle_alike(self, sequences: list[Sequence]) -> None:
+    def _settle_by_stride(self, sequences: list[Sequence]) -> None:
         """`settle` for members when a block's worth of results is for the same rows: each row's are so far apart."""
         rows = self._newest[-1].rows
         if self._places[0] is not rows:

@@ -163,7 +163,7 @@ def describe(message: object) -> str:
         outputs = " ".join(
             f"{o.request_id}/{o.choice}@{o.index}+{len(o.token_ids)}{o.finish_reason or ''}" for o in message.outputs
         )
-        tokens = zip(message.refs, message.indexes, message.token_ids, strict=True)
+        tokens = zip(message.refs, message.offsets, message.token_ids, strict=True)
         plain = " ".join(f"{ref}@{index + message.base}={token_id}" for ref, index, token_id in tokens)
         return f"OutputBatch {message.epoch} {plain} {outputs}"
     if isinstance(message, StepPlan):

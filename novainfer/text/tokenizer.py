@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer, read with the `tokenizers` library alone (transformers would pull in torch).
 
 Text to token ids and back, special tokens, end-of-sequence ids and the sampling defaults that come with the model.
-Immutable after loading and safe to use from several threads.
+What it says never changes after loading; safe to use from several threads.
 """
 
 from __future__ import annotations

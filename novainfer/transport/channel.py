@@ -76,7 +76,9 @@ def has_message(socket: zmq.Socket[bytes]) -> bool:
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes], flags: int = 0) -> None:
-    """Send them as one message: `send_multipart`, which takes several times as long, for bytes alone."""
+    """Send one or more as one message, as `send_multipart` does, which takes several times as long: it looks at all of
+    them before it sends one. A frame that is not bytes leaves half a message in the socket.
+    """
     for frame in frames[:-1]:
         socket.send(frame, flags | _SNDMORE)
     socket.send(frames[-1], flags)

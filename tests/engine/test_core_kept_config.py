@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from kernels.backend import KernelBackend, select_backend
-from novainfer.config import ModelConfig
-from novainfer.errors import UnsupportedModelError
+from novainfer.config import ModelConfig, ParallelConfig, ServeConfig
 from tests.parity.builders import FAMILIES, build_checkpoint
 from workers import kept_config
-from workers.kept_config import is_transformers_wanted, keep, read_kept, tell_zygote
+from workers.kept_config import KeptConfig, is_transformers_wanted, keep, kept_path, read_kept, tell_zygote
 from workers.models import loader
 from workers.models.base import CausalLM
 from workers.tensor_parallel import TensorParallel
@@ -43,6 +42,15 @@ def kernels() -> KernelBackend:
 def load(folder: Path, kernels: KernelBackend, **options: Any) -> CausalLM:
     config = ModelConfig(model=str(folder), **options)
     return loader.load_model(config, tp=TensorParallel.single(), kernels=kernels, device=CPU)
+
+
+def kept_for(folder: Path, **options: Any) -> KeptConfig | None:
+    return read_kept(kept_path(folder, ModelConfig(**options)))
+
+
+def change(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +79,8 @@ def test_a_config_that_is_not_to_be_kept_when_loaded_then_it_is_neither_written_
     load(folder, kernels, **options)
     assert not cache.exists()
     load(folder, kernels)
-    assert read_kept(folder, ModelConfig()) is not None
-    assert read_kept(folder, replace(ModelConfig(), **options)) is None
+    assert kept_for(folder) is not None
+    assert kept_for(folder, **options) is None
 
 
 def test_a_config_when_it_changes_then_what_was_kept_is_not_used(
@@ -80,9 +88,8 @@ def test_a_config_when_it_changes_then_what_was_kept_is_not_used(
 ) -> None:
     folder = build_checkpoint("llama", tmp_path / "model")
     assert load(folder, kernels).spec.max_position != 77
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 77}))
-    assert read_kept(folder, ModelConfig()) is None
+    change(folder, max_position_embeddings=77)
+    assert kept_for(folder) is None
     assert load(folder, kernels).spec.max_position == 77
     assert len(list(cache.iterdir())) == 2
 
@@ -95,9 +102,9 @@ def test_a_damaged_file_when_found_then_transformers_is_asked_again(
     spec = load(folder, kernels).spec
     (path,) = cache.iterdir()
     path.write_bytes(path.read_bytes().replace(*damage))
-    assert read_kept(folder, ModelConfig()) is None
+    assert kept_for(folder) is None
     assert load(folder, kernels).spec == spec
-    assert read_kept(folder, ModelConfig()) is not None
+    assert kept_for(folder) is not None
 
 
 def test_a_config_that_says_something_else_once_it_was_written_when_loaded_then_not_kept(
@@ -115,52 +122,82 @@ def test_a_config_that_says_something_else_once_it_was_written_when_loaded_then_
     assert not cache.exists()
 
 
-def test_a_config_with_code_of_its_own_when_kept_then_refused(cache: Path, tmp_path: Path) -> None:
-    folder = build_checkpoint("llama", tmp_path / "model")
-    keep(folder, ModelConfig(), {"auto_map": {}})
+def test_a_config_that_is_replaced_while_it_is_read_then_not_kept(
+    cache: Path, kernels: KernelBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real = build_checkpoint("llama", tmp_path / "model"), loader.load_hf_config
+
+    def replaced(*arguments: Any) -> Any:
+        config = real(*arguments)
+        change(folder, rms_norm_eps=1e-3)
+        return config
+
+    monkeypatch.setattr(loader, "load_hf_config", replaced)
+    load(folder, kernels)
     assert not cache.exists()
 
 
-def test_a_checkpoint_without_config_when_asked_for_then_none_and_no_error(cache: Path, tmp_path: Path) -> None:
-    assert read_kept(tmp_path, ModelConfig()) is None
-    keep(tmp_path, ModelConfig(), {})
-    with pytest.raises(UnsupportedModelError):
-        loader.load_model(
-            ModelConfig(model=str(tmp_path)), tp=TensorParallel.single(), kernels=select_backend(CPU), device=CPU
-        )
+def test_a_config_whose_own_type_would_be_another_one_when_loaded_as_some_type_then_not_kept(
+    cache: Path, kernels: KernelBackend, tmp_path: Path
+) -> None:
+    folder = build_checkpoint("llama", tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        values.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(values | {"text_config": {"dtype": "bfloat16"}}))
+    load(folder, kernels, dtype="float32")
+    assert load(folder, kernels).spec.dtype == torch.float32
 
 
-def test_many_configs_when_kept_then_the_oldest_go(cache: Path, tmp_path: Path) -> None:
-    for number in range(40):
-        (tmp_path / "config.json").write_text(str(number))
-        keep(tmp_path, ModelConfig(), {"number": number})
-        if number == 0:
-            (first,) = cache.iterdir()
-            os.utime(first, (1, 1))
-    assert len(list(cache.iterdir())) == 32
-    assert not first.exists()
-    assert vars(read_kept(tmp_path, ModelConfig()) or object)["number"] == 39
+def test_a_config_with_code_of_its_own_when_it_is_read_then_neither_kept_nor_looked_for(
+    cache: Path, kernels: KernelBackend, tmp_path: Path
+) -> None:
+    folder = build_checkpoint("llama", tmp_path / "model")
+    change(folder, auto_map={})
+    load(folder, kernels)
+    assert not cache.exists()
+    assert kept_path(folder, ModelConfig()) is None
 
 
-def test_a_folder_that_cannot_be_written_when_kept_then_no_error(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [None, "[1]", "{", "\xff"])
+def test_a_checkpoint_without_a_config_when_asked_for_then_none_and_no_error(
+    text: str | None, cache: Path, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    assert kept_path(tmp_path, ModelConfig()) is None
+    assert read_kept(None) is None
+
+
+def test_many_configs_when_kept_then_the_oldest_go(cache: Path) -> None:
+    paths = [cache / f"{number}.json" for number in range(40)]
+    for number, path in enumerate(paths):
+        keep(path, {"number": number})
+        os.utime(path, (number, number))
+    assert sorted(cache.iterdir()) == sorted(paths[8:])
+    assert vars(read_kept(paths[-1]) or object)["number"] == 39
+
+
+def test_a_folder_that_cannot_be_written_when_kept_then_no_error(cache: Path) -> None:
     cache.parent.write_text("a file in its place")
-    (tmp_path / "config.json").write_text("{}")
-    keep(tmp_path, ModelConfig(), {})
-    assert read_kept(tmp_path, ModelConfig()) is None
+    keep(cache / "1.json", {})
+    assert read_kept(cache / "1.json") is None
 
 
 def test_zygote_when_told_that_a_config_is_kept_then_it_does_not_import_transformers(
     cache: Path, kernels: KernelBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    folder = build_checkpoint("llama", tmp_path / "model")
-    tell_zygote(folder, ModelConfig())
+    folder, config = build_checkpoint("llama", tmp_path / "model"), ServeConfig()
+    tell_zygote(folder, config)
     assert is_transformers_wanted()
     load(folder, kernels)
-    tell_zygote(folder, ModelConfig())
+    tell_zygote(folder, config)
     assert not is_transformers_wanted()
     code = "import sys\nfrom workers.rank_zygote import import_all\nimport_all()\nprint('transformers' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], env=os.environ, text=True) == "False\n"
-    tell_zygote(folder, ModelConfig(weight_cache_gib=0.0))
-    assert is_transformers_wanted()
+    for other in ({"model": ModelConfig(weight_cache_gib=0.0)}, {"parallel": ParallelConfig(executor="null")}):
+        tell_zygote(folder, config)
+        tell_zygote(folder, replace(config, **other))  # type: ignore[arg-type]
+        assert is_transformers_wanted()
     assert subprocess.check_output([sys.executable, "-c", code], env=os.environ, text=True) == "True\n"

@@ -352,10 +352,12 @@ def test_given_a_deadline_when_it_passes_then_the_request_ends_with_an_error() -
         ([1], {"n": 120}, "n"),
         ([1], {"emitted": [[1], [2]]}, "n"),
         ([1], {"emitted": [[60]]}, "emitted"),
+        ([1], {"ref": 2**63 - 1}, None),
+        ([1], {"ref": -2}, None),
     ],
 )
 def test_given_a_bad_request_when_added_then_it_is_refused_and_nothing_changes(
-    prompt: list[int], options: dict[str, object], param: str
+    prompt: list[int], options: dict[str, object], param: str | None
 ) -> None:
     driver = Driver(OracleExecutor(), max_waiting=100)
     with pytest.raises(InvalidRequestError) as caught:

@@ -150,7 +150,7 @@ class Player:
         if outputs is not None:
             plain = outputs.plain
             assert [s.ref for s in plain.sequences] == plain.refs.tolist()
-            indexes = [plain.base + index for index in plain.indexes]
+            indexes = [plain.base + index for index in plain.offsets]
             assert plain.begun == [place for place, index in enumerate(indexes) if index == 0]
             self.log.append((plain.refs.tolist(), indexes, plain.token_ids.tolist()))
             self._see(outputs.outputs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from novainfer.client.session import Answer, GatewaySession
 from novainfer.client.stream import StreamItem
+from novainfer.engine import gateways
 from novainfer.engine.gateways import GatewayLink
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.executor.base import ExecutorInfo
@@ -604,3 +607,39 @@ def test_given_a_scheduler_that_answers_many_old_hellos_when_adopted_then_it_is_
     assert [hello.epoch for hello in said if isinstance(hello, WorkerHello)] == [2, 1, 2]
     session.handle(Adopt(3))
     assert [hello.epoch for hello in said if isinstance(hello, WorkerHello)] == [2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("most", [3, 10**6])
+def test_given_held_steps_with_bases_of_their_own_when_told_then_each_token_has_its_index_and_no_column_was_written(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateways, "_MOST_TOKENS", most)
+    sent, draw = Sent(window=1), random.Random(7)
+    sent.link.say(READY)
+    sent.messages()
+    said, before = [], []
+    for step in range(20):
+        count = draw.randrange(4)
+        columns = [column(draw.randrange(-99, 99) for _ in range(count)) for _ in range(3)]
+        base = draw.randrange(-50, 50)
+        begun = [step] * draw.randrange(2)
+        sent.link.say(OutputBatch(1, step, batch(0, step).outputs, [], *columns, begun, begun, base))
+        said.append((columns, base, begun))
+        before.append([values.tolist() for values in columns])
+    sent.link.acknowledge(1)
+    told = [message for message in sent.messages() if isinstance(message, OutputBatch)]
+    assert [[values.tolist() for values in columns] for columns, *_ in said] == before
+    expected = [
+        (ref, base + offset, token_id)
+        for (refs, offsets, token_ids), base, _ in said
+        for ref, offset, token_id in zip(refs, offsets, token_ids, strict=True)
+    ]
+    assert expected == [
+        (ref, message.base + offset, token_id)
+        for message in told
+        for ref, offset, token_id in zip(message.refs, message.offsets, message.token_ids, strict=True)
+    ]
+    assert [ref for message in told for ref in message.begun_refs] == [ref for *_, begun in said for ref in begun]
+    assert all(len(message.refs) <= max(most, 3) for message in told)
+    assert [len(message.outputs) for message in told] == [0] * (len(told) - 1) + [1]
+    assert (len(told) == 1) == (most > 3)

@@ -64,7 +64,7 @@ class Talk:
         if move == "token":
             self.tokens.append(FIRST_TOKEN + place % 40)
             self.hear(
-                OutputBatch(1, 1, [], refs=column([0]), indexes=column([place]), token_ids=column(self.tokens[-1:]))
+                OutputBatch(1, 1, [], refs=column([0]), offsets=column([place]), token_ids=column(self.tokens[-1:]))
             )
         elif move in ("behind", "caught up"):
             server.backlog.is_behind = move == "behind"
@@ -161,7 +161,7 @@ def test_given_part_of_a_character_that_came_another_way_when_known_tokens_follo
                     1,
                     [],
                     refs=column([0]),
-                    indexes=column([0]),
+                    offsets=column([0]),
                     token_ids=column([token_id]),
                     base=len(talk.tokens) - 1,
                 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgpack
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from novainfer.errors import ProtocolError
 from novainfer.protocol.codec import Schema
-from novainfer.protocol.columns import column
+from novainfer.protocol.columns import Column, column
 from novainfer.protocol.messages import (
     GATEWAY_SCHEMA,
     AddRequest,
@@ -154,3 +156,26 @@ def test_given_an_older_peer_s_shorter_record_when_decoded_then_defaults_fill_it
 def test_given_a_class_outside_the_schema_when_encoded_then_key_error() -> None:
     with pytest.raises(KeyError):
         Schema("empty", {}).encode(Hello("g"))
+
+
+@dataclass
+class Alone:
+    values: Column
+
+
+@dataclass
+class InAList:
+    name: str
+    values: list[Column]
+
+
+@dataclass
+class Perhaps:
+    name: str
+    values: Column | None
+
+
+@pytest.mark.parametrize("record", [Alone, InAList, Perhaps])
+def test_given_a_column_elsewhere_than_beside_other_fields_when_a_schema_has_it_then_refused(record: type) -> None:
+    with pytest.raises(TypeError, match="a column is a field of a record that has others"):
+        Schema("wrong", {1: record})

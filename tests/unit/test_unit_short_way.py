@@ -69,7 +69,7 @@ class Talk:
     def hear_tokens(self, index: int, *tokens: int, epoch: int = 1) -> None:
         refs = column(range(len(tokens)))
         zeros = column([0] * len(refs))
-        self.hear(OutputBatch(epoch, 1, [], refs=refs, indexes=zeros, token_ids=column(tokens), base=index))
+        self.hear(OutputBatch(epoch, 1, [], refs=refs, offsets=zeros, token_ids=column(tokens), base=index))
 
     def journal(self) -> list[list[int]]:
         """What another engine would be told."""
@@ -127,7 +127,7 @@ def test_given_one_choice_that_has_ended_when_a_short_way_is_offered_then_the_ot
     other.is_open = True
     talk.hear(OutputBatch(1, 1, [TokenOutput("r", 0, 1, [4], FINISH_LENGTH)]))
     talk.session.shorten("r", 0, talk.way)
-    talk.hear(OutputBatch(1, 2, [], refs=column([0, 1]), indexes=column([2, 1]), token_ids=column([7, 8])))
+    talk.hear(OutputBatch(1, 2, [], refs=column([0, 1]), offsets=column([2, 1]), token_ids=column([7, 8])))
     assert talk.way.taken == []
     assert other.taken == [[8]]
     assert talk.journal() == [[3, 4], [3, 8]]
@@ -184,8 +184,8 @@ def test_given_tokens_that_are_held_back_when_their_request_goes_then_they_are_t
 
 def test_given_a_message_of_several_steps_when_heard_then_each_choice_gets_its_tokens_together() -> None:
     talk = Talk()
-    refs, indexes = column([0, 1, 0, 1]), column([0, 0, 1, 1])
-    talk.hear(OutputBatch(1, 1, [], refs=refs, indexes=indexes, token_ids=column([4, 5, 6, 7]), base=1))
+    refs, offsets = column([0, 1, 0, 1]), column([0, 0, 1, 1])
+    talk.hear(OutputBatch(1, 1, [], refs=refs, offsets=offsets, token_ids=column([4, 5, 6, 7]), base=1))
     assert talk.way.taken == [[4, 6]]
     assert talk.stream.tokens() == [3, 3, 5, 7]
     assert talk.journal() == [[3, 4, 6], [3, 5, 7]]

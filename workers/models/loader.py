@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from novainfer.config import ModelConfig
 from novainfer.errors import ConfigError, UnsupportedModelError, words_of
 from novainfer.mode import NOT_QUANTIZED
 from workers.checkpoint import find_checkpoint, read_json
-from workers.kept_config import KeptConfig, keep, read_kept
+from workers.kept_config import KeptConfig, keep, kept_path, read_kept
 from workers.layers.build import LayerBuilder
 from workers.models.base import CausalLM
 from workers.models.decoder import Decoder
@@ -27,6 +27,8 @@ from workers.quantized.scheme import StoredScheme, read_scheme
 from workers.quantized.tensors import QuantizedTensors
 from workers.tensor_parallel import TensorParallel
 from workers.weights import Progress, WeightReader
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # older checkpoints store this constant
@@ -45,7 +47,9 @@ def load_model(
     Raises `UnsupportedModelError` with the reason if the checkpoint cannot be served this way.
     """
     folder = find_checkpoint(config.model, config.revision)
-    hf_config: Any = read_kept(folder, config) or load_hf_config(folder, config.trust_remote_code)
+    path = kept_path(folder, config)
+    kept: Any = read_kept(path)
+    hf_config = kept or load_hf_config(folder, config.trust_remote_code)
     stored = _stored_scheme(config, hf_config)
     dtype = _dtype(config, hf_config)
     native = hf_config.model_type in FAMILIES
@@ -61,7 +65,8 @@ def load_model(
         scheme = SCHEMES.get(config.quantization)
         build = LayerBuilder(weights, tp, kernels, dtype, device, scheme, quantized)
         spec = decoder_spec(hf_config, dtype, config.max_model_len)
-        _keep_config(folder, config, hf_config, spec)
+        if path is not None and kept is None and path == kept_path(folder, config):  # else it was changed meanwhile
+            _keep_config(path, config, hf_config, spec)
         return _load_decoder(build, spec, config.max_model_len)
     if tp.world_size > 1:
         raise UnsupportedModelError(
@@ -97,18 +102,23 @@ def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
     return hf_config
 
 
-def _keep_config(folder: Path, config: ModelConfig, hf_config: Any, spec: DecoderSpec) -> None:
-    """For the next start, if what is kept says the same."""
-    if isinstance(hf_config, KeptConfig):
-        return
-    with suppress(AttributeError, KeyError, TypeError, ValueError, UnsupportedModelError):  # then it does not
+def _keep_config(path: Path, config: ModelConfig, hf_config: Any, spec: DecoderSpec) -> None:
+    """For the next start, if what is kept says the same, whatever type that one asks for."""
+    try:
         values = json.loads(json.dumps(hf_config.to_dict()))
         aliases = hf_config.attribute_map.items()  # other names of some values
-        values |= {alias: values[name] for alias, name in aliases if name in values}
-        kept = KeptConfig(values)
-        is_same = decoder_spec(kept, _dtype(config, kept), config.max_model_len) == spec
-        if is_same and read_scheme(kept) == read_scheme(hf_config):
-            keep(folder, config, values)
+        kept = KeptConfig(values | {alias: values[name] for alias, name in aliases if name in values})
+        own_type = replace(config, dtype="auto")
+        is_same = (
+            decoder_spec(kept, spec.dtype, config.max_model_len) == spec
+            and _dtype(own_type, kept) == _dtype(own_type, hf_config)
+            and read_scheme(kept) == read_scheme(hf_config)
+        )
+    except Exception as error:  # of code that is not ours, on a config that it has just read
+        _log.debug("the config is not kept: %s", words_of(error))
+        return
+    if is_same:
+        keep(path, vars(kept))
 
 
 def _stored_scheme(config: ModelConfig, hf_config: Any) -> StoredScheme | None:
