@@ -623,7 +623,9 @@ def test_given_held_steps_with_bases_of_their_own_when_told_then_each_token_has_
         columns = [column(draw.randrange(-99, 99) for _ in range(count)) for _ in range(3)]
         base = draw.randrange(-50, 50)
         begun = [step] * draw.randrange(2)
-        sent.link.say(OutputBatch(1, step, batch(0, step).outputs, [], *columns, begun, begun, base))
+        sent.link.say(
+            OutputBatch(1, step, batch(0, step).outputs, [], columns[0], columns[1], columns[2], begun, begun, base)
+        )
         said.append((columns, base, begun))
         before.append([values.tolist() for values in columns])
     sent.link.acknowledge(1)
