@@ -84,7 +84,7 @@ def a_successor_may_go_on_with_the_link(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def held_outputs_are_lost(patch: pytest.MonkeyPatch) -> None:
     def messages(original: Any, self: _Held) -> list[object]:
-        self._batch = None
+        self._batches.clear()
         return list(original(self))
 
     wrap(patch, _Held, "messages", messages)

@@ -22,11 +22,18 @@ class Inbox:
     def __init__(self, *messages: list[bytes]) -> None:
         self.messages = deque(messages)
         self.heard: list[tuple[bytes, int]] = []
+        self._frames: deque[bytes] = deque()  # of the message that is being received
 
-    def recv_multipart(self, flags: int) -> list[bytes]:
-        if not self.messages:
-            raise zmq.Again
-        return self.messages.popleft()
+    def recv(self, flags: int) -> bytes:
+        if not self._frames:
+            if not self.messages:
+                raise zmq.Again
+            self._frames.extend(self.messages.popleft())
+        return self._frames.popleft()
+
+    def get(self, option: int) -> int:
+        assert option == zmq.RCVMORE
+        return len(self._frames)
 
     def handle(self, identity: bytes, packet: Packet, now: float) -> None:
         self.heard.append((identity, packet.number))
