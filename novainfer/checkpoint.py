@@ -190,7 +190,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: nested too deeply
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} does not hold a JSON object")

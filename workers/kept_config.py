@@ -53,7 +53,7 @@ def kept_path(folder: Path, config: ModelConfig) -> Path | None:
         digest = hashlib.blake2b(f"transformers {version('transformers')}".encode(), digest_size=_DIGEST_BYTES)
         for part in (text, *((Path(__file__).parent / name).read_bytes() for name in _SOURCES)):
             digest.update(b"\0" + part)
-    except (OSError, ValueError, AttributeError):  # the last: it is no object
+    except (OSError, ValueError, RecursionError, AttributeError):  # the last: it is no object
         return None
     return cache_dir() / "configs" / f"{digest.hexdigest()}.json"
 

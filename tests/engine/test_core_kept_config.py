@@ -159,7 +159,7 @@ def test_a_config_with_code_of_its_own_when_it_is_read_then_neither_kept_nor_loo
     assert kept_path(folder, ModelConfig()) is None
 
 
-@pytest.mark.parametrize("text", [None, "[1]", "{", "\xff"])
+@pytest.mark.parametrize("text", [None, "[1]", "{", "\xff", "[" * 10**5 + "]" * 10**5])
 def test_a_checkpoint_without_a_config_when_asked_for_then_none_and_no_error(
     text: str | None, cache: Path, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def _write(name: str, content: bytes) -> Callable[[Path], object]:
         (_write("chat_template.jinja", b"{% for x in %}"), [], "the chat template cannot be compiled"),
         (_write("generation_config.json", b'{"temperature": -3}'), [], "generation_config.json: temperature must be"),
         (_write("tokenizer_config.json", b"["), [], "tokenizer_config.json cannot be read"),
+        (_write("config.json", b'{"x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), [], "config.json cannot be read"),
         (_write("other", b""), ["--chat-template", "/nowhere"], "the chat template /nowhere cannot be read"),
         (_write("other", b""), ["-tp", "64"], "4 attention heads cannot be split evenly over 64 ranks"),
         (_write("other", b""), ["-tp", "3"], "4 attention heads cannot be split evenly over 3 ranks"),
