@@ -122,23 +122,30 @@ def find_bad_tensor(folder: Path) -> str | None:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index of a sharded checkpoint or from the single file's own header."""
-    weight_map = read_json(folder, INDEX_FILE).get("weight_map")
-    if isinstance(weight_map, dict):
-        if not all(isinstance(file, str) and file == os.path.basename(file) for file in weight_map.values()):
-            raise UnsupportedModelError(f"'{folder / INDEX_FILE}' names something other than files beside it")
-        files = {name: folder / file for name, file in weight_map.items()}
-        missing = sorted({path.name for path in files.values() if not path.is_file()})
-        if missing:
-            raise UnsupportedModelError(f"files of the checkpoint are missing in '{folder}': {', '.join(missing)}")
-        return files
+    """Tensor name -> file, from the single file's own header or from the index of a sharded checkpoint.
+
+    The single file comes first, as in transformers: who saves one over a sharded checkpoint leaves its index behind.
+    """
     path = folder / SINGLE_FILE
     if not path.is_file():
-        raise UnsupportedModelError(
-            f"'{folder}' has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are supported"
-        )
+        return _sharded_files(folder)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return dict.fromkeys(file.keys(), path)
     except Exception as error:
         raise UnsupportedModelError(f"'{path}' is not a readable safetensors file: {error}") from error
+
+
+def _sharded_files(folder: Path) -> dict[str, Path]:
+    weight_map = read_json(folder, INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UnsupportedModelError(
+            f"'{folder}' has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are supported"
+        )
+    if not all(isinstance(file, str) and file == os.path.basename(file) for file in weight_map.values()):
+        raise UnsupportedModelError(f"'{folder / INDEX_FILE}' names something other than files beside it")
+    files = {name: folder / file for name, file in weight_map.items()}
+    missing = sorted({path.name for path in files.values() if not path.is_file()})
+    if missing:
+        raise UnsupportedModelError(f"files of the checkpoint are missing in '{folder}': {', '.join(missing)}")
+    return files

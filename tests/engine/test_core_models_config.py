@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+from kernels.backend import select_backend
 from novainfer.checkpoint import check_split
 from novainfer.errors import ConfigError, UnsupportedModelError
 from tests.parity.builders import FAMILIES, build_config, family
 from workers.layers.attention import HeadShard
+from workers.layers.norm import RmsNorm
 from workers.layers.rotary import rotary_table
 from workers.models.families import decoder_spec
 from workers.models.loader import load_hf_config
@@ -186,3 +189,54 @@ def test_given_heads_and_ranks_when_the_config_alone_is_looked_at_then_the_same_
 
 def _with_heads(heads: int, kv_heads: int) -> DecoderSpec:
     return replace(spec_of("llama"), num_heads=heads, num_kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("rope", "asked", "longest"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, None, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, None, 512),
+        ({"rope_type": "linear", "factor": 4.0}, None, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 1024, 2048),
+        ({"rope_type": "dynamic", "factor": 4.0}, 1024, 512),
+    ],
+)
+def test_config_given_a_length_extension_when_read_then_the_model_is_as_long_as_that_makes_it(
+    rope: dict[str, Any], asked: int | None, longest: int
+) -> None:
+    config = build_config("llama")
+    config.rope_parameters = {"rope_theta": 1e4, **rope}
+    assert decoder_spec(config, torch.float32, asked).max_position == longest
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "phi3", "qwen2"])
+def test_config_given_biases_that_the_familys_code_does_not_read_when_read_then_they_are_not_asked_for(
+    name: str,
+) -> None:
+    config = build_config(name)
+    plain = decoder_spec(config, torch.float32)
+    config.attention_bias = config.mlp_bias = True
+    assert decoder_spec(config, torch.float32) == plain
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_gemma_given_the_activation_of_other_families_when_read_then_its_own_counts(name: str) -> None:
+    config = build_config(name)
+    config.hidden_act = "gelu"
+    assert {mlp.activation for mlp in decoder_spec(config, torch.float32).mlps if isinstance(mlp, MlpSpec)} == {
+        "gelu_tanh"
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_olmo2_norm_given_a_narrow_type_when_computed_then_rounded_once_as_in_transformers(dtype: torch.dtype) -> None:
+    spec = decoder_spec(build_config("olmo2"), dtype)
+    torch.manual_seed(0)
+    x, theirs = torch.randn(64, 64).to(dtype), Olmo2RMSNorm(64, spec.norm_eps).to(dtype)
+    theirs.weight.data = (1 + 0.2 * torch.randn(64)).to(dtype)
+    ours = RmsNorm(select_backend(torch.device("cpu")), theirs.weight.data, spec.norm_eps, spec.norm_weight_offset)
+    twice = RmsNorm(select_backend(torch.device("cpu")), theirs.weight.data, spec.norm_eps, 0.0)
+    with torch.inference_mode():
+        expected = theirs(x)
+        assert (ours(x) != expected).float().mean() < 0.01  # sums of squares in another order
+        assert (twice(x) != expected).float().mean() > 0.1

@@ -67,6 +67,36 @@ def test_checkpoint_given_shards_when_loaded_then_equals_single_file(folder: Pat
     assert paged_greedy(*load(folder), ragged_prompts(2), 4) == single
 
 
+def test_checkpoint_given_the_index_of_shards_that_were_there_before_when_loaded_then_the_single_file_counts(
+    folder: Path,
+) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit_tensors(folder, model__norm__weight=torch.zeros(64))
+    split_into_shards(folder)
+    save_file(tensors, folder / "model.safetensors")
+    single = paged_greedy(*load(folder), ragged_prompts(2), 4)
+    for shard in folder.glob("part-*"):
+        shard.unlink()
+    assert paged_greedy(*load(folder), ragged_prompts(2), 4) == single
+    (folder / "model.safetensors.index.json").unlink()
+    assert paged_greedy(*load(folder), ragged_prompts(2), 4) == single
+
+
+def test_multimodal_checkpoint_given_the_names_of_the_modules_when_loaded_then_equals_the_saved_ones(
+    tmp_path: Path,
+) -> None:
+    folder = build_checkpoint("gemma3_multimodal", tmp_path / "gemma3")
+    saved = paged_greedy(*load(folder), ragged_prompts(2), 4)
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        place = name.removeprefix("language_model.")
+        is_head = place.startswith("lm_head.")
+        renamed[place if is_head else f"model.{name.replace('language_model.model.', 'language_model.')}"] = tensor
+    assert "model.language_model.embed_tokens.weight" in renamed
+    save_file(renamed, folder / "model.safetensors")
+    assert paged_greedy(*load(folder), ragged_prompts(2), 4) == saved
+
+
 def test_checkpoint_given_progress_callback_when_loaded_then_counts_every_tensor_once(folder: Path) -> None:
     _, kernels = load(folder)
     seen: list[tuple[int, int]] = []

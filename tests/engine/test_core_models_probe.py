@@ -79,3 +79,27 @@ def test_attention_with_a_term_that_the_interface_does_not_show_when_probed_in_b
     difference = re.search(r"by (\S+) of", str(caught.value))
     assert difference is not None
     assert float(difference[1]) < transformers_probe.TOLERANCE[torch.bfloat16]  # what let it pass before
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("phimoe", {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        (
+            "qwen2_moe",
+            {
+                "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"], "num_experts": 4,
+                "use_sliding_window": True, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                "shared_expert_intermediate_size": 48,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_foreign_code_with_a_window_in_its_mask_alone_then_served_only_as_far_as_that_does_not_matter(
+    kind: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**_SMALL, **values})).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"window of 12 tokens .* --max-model-len 12"):
+        load(tmp_path)
+    load(tmp_path, max_model_len=12)

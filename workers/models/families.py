@@ -6,7 +6,7 @@ when the config arrives here. To add a family: say here what it does differently
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,11 +60,11 @@ def _check(spec: DecoderSpec, family: str) -> None:
         raise UnsupportedModelError(f"partial_rotary_factor is not known for '{family}': transformers does not read it")
 
 
-def _llama(given: FamilyInput) -> DecoderSpec:
+def _without_biases(given: FamilyInput) -> DecoderSpec:
+    """What Llama and its relatives have in common. A bias in a config is heeded where transformers' code does so."""
     c = given.config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    bias = bool(getattr(c, "attention_bias", False))
-    activation = _activation(getattr(c, "hidden_act", None) or c.hidden_activation)
+    activation = _activation(c.hidden_activation if c.model_type in _HIDDEN_ACTIVATION else c.hidden_act)
     rotary = _rotary(given, c.rope_parameters, head_dim)
     return DecoderSpec(
         architecture=c.model_type,
@@ -81,22 +81,28 @@ def _llama(given: FamilyInput) -> DecoderSpec:
         tie_word_embeddings=bool(c.tie_word_embeddings),
         norm_eps=c.rms_norm_eps,
         attention_scale=head_dim**-0.5,
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bool(getattr(c, "mlp_bias", False)),
     )
 
 
+def _with_attention_bias(given: FamilyInput) -> DecoderSpec:
+    bias = bool(getattr(given.config, "attention_bias", False))
+    return replace(_without_biases(given), qkv_bias=bias, output_bias=bias)
+
+
+def _llama(given: FamilyInput) -> DecoderSpec:
+    return replace(_with_attention_bias(given), mlp_bias=bool(getattr(given.config, "mlp_bias", False)))
+
+
 def _mistral(given: FamilyInput) -> DecoderSpec:
-    return replace(_llama(given), sliding_windows=_same_window(given))
+    return replace(_without_biases(given), sliding_windows=_same_window(given))
 
 
 def _qwen2(given: FamilyInput) -> DecoderSpec:
-    return replace(_llama(given), sliding_windows=_layer_windows(given), qkv_bias=True, output_bias=False)
+    return replace(_without_biases(given), sliding_windows=_layer_windows(given), qkv_bias=True)
 
 
 def _qwen3(given: FamilyInput) -> DecoderSpec:
-    return replace(_llama(given), sliding_windows=_layer_windows(given), qk_norm="head")
+    return replace(_with_attention_bias(given), sliding_windows=_layer_windows(given), qk_norm="head")
 
 
 def _gemma2(given: FamilyInput) -> DecoderSpec:
@@ -104,7 +110,7 @@ def _gemma2(given: FamilyInput) -> DecoderSpec:
     if getattr(c, "use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention is not supported: this checkpoint does not generate text")
     return replace(
-        _llama(given),
+        _with_attention_bias(given),
         sliding_windows=_layer_windows(given),
         norm_weight_offset=1.0,
         norms=NormNames(
@@ -125,7 +131,7 @@ def _gemma3_text(given: FamilyInput) -> DecoderSpec:
 
 
 def _gemma3(given: FamilyInput) -> DecoderSpec:
-    """The text model inside a multimodal checkpoint."""
+    """The text model inside a multimodal checkpoint, with its parts' names as transformers saves them."""
     return replace(
         _gemma3_text(given),
         prefix="language_model.model.",
@@ -134,12 +140,22 @@ def _gemma3(given: FamilyInput) -> DecoderSpec:
     )
 
 
+def with_stored_names(spec: DecoderSpec, names: Container[str]) -> DecoderSpec:
+    """For a checkpoint with these tensors: a multimodal one may have the names that the parts have in transformers' own
+    modules, and not those that it saves them by.
+    """
+    if spec.prefix != "language_model.model." or "model.language_model.embed_tokens.weight" not in names:
+        return spec
+    ignored = tuple(f"model.{prefix}" for prefix in spec.ignored_prefixes)
+    return replace(spec, prefix="model.language_model.", lm_head="lm_head", ignored_prefixes=ignored)
+
+
 def _phi3(given: FamilyInput) -> DecoderSpec:
-    return replace(_llama(given), sliding_windows=_same_window(given), packed_projections=True)
+    return replace(_without_biases(given), sliding_windows=_same_window(given), packed_projections=True)
 
 
 def _olmo2(given: FamilyInput) -> DecoderSpec:
-    spec = _llama(given)
+    spec = _with_attention_bias(given)
     return replace(
         spec,
         norms=NormNames(
@@ -149,6 +165,7 @@ def _olmo2(given: FamilyInput) -> DecoderSpec:
             after_mlp="post_feedforward_layernorm",
         ),
         qk_norm="full",
+        norm_weight_offset=_NO_OFFSET,
         rotaries=tuple(replace(rotary, round_to_dtype=False) for rotary in spec.rotaries),
     )
 
@@ -166,7 +183,7 @@ def _granite(given: FamilyInput) -> DecoderSpec:
 
 def _qwen3_moe(given: FamilyInput) -> DecoderSpec:
     c = given.config
-    spec = _llama(given)
+    spec = _with_attention_bias(given)
     experts = MoeSpec(
         num_experts=c.num_experts,
         top_k=c.num_experts_per_tok,
@@ -207,7 +224,7 @@ def _mixtral(given: FamilyInput) -> DecoderSpec:
         up="w3",
         down="w2",
     )
-    return replace(_llama(given), sliding_windows=_same_window(given), mlps=(experts,) * c.num_hidden_layers)
+    return replace(_without_biases(given), sliding_windows=_same_window(given), mlps=(experts,) * c.num_hidden_layers)
 
 
 FAMILIES: dict[str, Callable[[FamilyInput], DecoderSpec]] = {
@@ -224,6 +241,9 @@ FAMILIES: dict[str, Callable[[FamilyInput], DecoderSpec]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
 }
+# Changes no weight; but with an offset a norm multiplies by its weights in float32 and rounds once, as OLMo 2's does.
+_NO_OFFSET = float(torch.finfo(torch.float32).tiny)
+_HIDDEN_ACTIVATION = ("gemma2", "gemma3_text")  # families that read this in place of `hidden_act`
 _PARTIAL_ROTARY = ("phi3",)  # families whose embedding may turn a part of each head alone
 
 

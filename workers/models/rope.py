@@ -65,11 +65,21 @@ def rotary_spec(
 
 
 def longest_sequence(parameters: Mapping[str, Any], max_position: int, serve_length: int | None) -> int:
-    """The model's own limit in tokens: longrope keeps to the pretrained length unless a longer one is asked for."""
-    if parameters.get("rope_type") == "longrope":
+    """The model's own limit in tokens.
+
+    longrope keeps to the pretrained length unless a longer one is asked for. yarn says how much longer than pretrained
+    it makes the model, which a config's max_position_embeddings may not: it is switched on by a few lines there. So is
+    linear, but others have counted its factor already: it is so long if that is asked for.
+    """
+    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    if kind == "longrope":
         original = int(parameters["original_max_position_embeddings"])
         if serve_length is None or serve_length <= original:
             return original
+    elif kind == "yarn" and parameters.get("factor"):
+        return max(max_position, int(parameters["original_max_position_embeddings"] * float(parameters["factor"])))
+    elif kind == "linear" and serve_length is not None and serve_length > max_position:
+        return max(max_position, int(max_position * float(parameters["factor"])))
     return max_position
 
 

@@ -195,7 +195,7 @@ def load_transformers_model(
                 spec = replace(spec, stored_quantization=stored.name)
             _pack_linears(model, kernels, SCHEMES.get(config.quantization))
             loaded = TransformersModel(model, spec, kernels)
-            check_against_eager(model, loaded, kernels)
+            check_against_eager(model, loaded, kernels, config.max_model_len or max_position)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"'{name}' cannot run through the transformers backend: {error}") from error
     except Exception as error:  # anything may go wrong in model code that was not written for this

@@ -27,6 +27,7 @@ POSITION_TOLERANCE = 1e-2  # the same operations on the same numbers; on GPUs so
 CAUSAL_TOLERANCE = 1e-2  # so much may what comes behind a token change, where experts multiply other numbers of rows
 # Of a logit, relative to their spread, as all of these: 1e-3, and so many times what another order of adding changes.
 SHOWN_TOLERANCE, ROUNDINGS = 1e-3, 2.0
+_SHORT_WINDOW = 2
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}  # of the paged cache
 
 
@@ -111,14 +112,19 @@ def probe_spec(model: Any, name: str, dtype: torch.dtype, max_position: int) -> 
     )
 
 
-def check_against_eager(model: Any, paged: TransformersModel, kernels: KernelBackend) -> None:
-    """Raises `UnsupportedModelError` unless ragged prefill and decode give the logits of eager attention."""
+def check_against_eager(model: Any, paged: TransformersModel, kernels: KernelBackend, longest: int) -> None:
+    """Raises `UnsupportedModelError` unless ragged prefill and decode give the logits of eager attention.
+
+    longest: sequence that will be served, in tokens.
+    """
     device = next(model.parameters()).device
     prompts = [_tokens(length, length, device, paged.spec.vocab_size)[0] for length in PROMPT_LENS]
     model.set_attn_implementation("eager")
     expected = torch.cat([_eager_logits(model, ids) for ids in prompts])
     _check_causal(model, prompts[0], expected[: len(prompts[0])])
     _check_positions(model, prompts[0], expected[: len(prompts[0])])
+    if not any(paged.spec.sliding_windows):
+        _check_no_window(model, prompts[0], expected[: len(prompts[0])], longest)
     model.set_attn_implementation(ATTENTION_NAME)
     logits = _paged_logits(paged, kernels, prompts, device)
     difference = _difference(logits, expected)
@@ -158,6 +164,27 @@ def _check_positions(model: Any, ids: Tensor, logits: Tensor) -> None:
         return
     if _difference(told, logits) > POSITION_TOLERANCE:
         raise UnsupportedModelError("its positions do not begin at 0: it numbers its tokens in a way of its own")
+
+
+def _check_no_window(model: Any, ids: Tensor, logits: Tensor, longest: int) -> None:
+    """Raises `UnsupportedModelError` if the model has a window that its calls do not show: one of its mask alone.
+
+    These tokens are too few for it; so for a moment it gets a window that they are not.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or window >= longest:
+        return
+    config.sliding_window = _SHORT_WINDOW
+    try:
+        difference = _difference(_eager_logits(model, ids), logits)
+    finally:
+        config.sliding_window = window
+    if difference > CAUSAL_TOLERANCE:
+        raise UnsupportedModelError(
+            f"its window of {window} tokens is one of its mask alone, which the attention interface does not show: "
+            f"serve it with --max-model-len {window}, where the window does not matter"
+        )
 
 
 def _eager_logits(model: Any, ids: Tensor, **more: Tensor) -> Tensor:
