@@ -8,6 +8,7 @@ Templates come from the checkpoint or the operator, never from a request.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -26,6 +27,8 @@ from novainfer.text.tokenizer import NAMED_SPECIALS, Tokenizer
 RENDER_SECONDS = 2.0  # of this thread's CPU time: a busy machine is not the template's fault
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 _DEADLINE = "_novainfer_deadline"
+_MARK = "\ue000here the answer goes on\ue000 "  # its last character shows whether a template trims what it shows
+_ASKS_FOR_NONE = re.compile(r"\bis\s+(not\s+)?none\b", re.IGNORECASE)
 # What a template sees under these names comes from us, never from a request.
 OWN_NAMES = frozenset(
     {
@@ -106,18 +109,17 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "continue_final_message excludes add_generation_prompt.", param="continue_final_message"
             )
-        plain = [
-            _plain_message(message, f"messages[{number}]", keep_developer="developer" in self._sources[name])
-            for number, message in enumerate(messages)
-        ]
+        source = self._sources[name]
+        keeps = {"keep_developer": "developer" in source, "keep_none": _ASKS_FOR_NONE.search(source) is not None}
+        plain = [_plain_message(message, f"messages[{number}]", **keeps) for number, message in enumerate(messages)]
         variables: dict[str, Any] = {**(template_kwargs or {}), **self._special_tokens}
         variables.update(
-            messages=plain,
+            messages=_marked(plain) if continue_final_message else plain,
             tools=list(tools) if tools else None,
             add_generation_prompt=add_generation_prompt,
         )
         text = self._render(name, variables)
-        return _cut_after_final_message(text, plain) if continue_final_message else text
+        return _cut_at_mark(text, plain[-1]["content"]) if continue_final_message else text
 
     def _render(self, name: str, variables: dict[str, Any]) -> str:
         deadline = time.thread_time() + RENDER_SECONDS
@@ -135,11 +137,23 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: with odd input it raises anything
             text = f"The chat template failed: {type(error).__name__}: {_short(error)}"
             raise InvalidRequestError(text, param="messages") from None
-        return "".join(parts)
+        text = "".join(parts)
+        if not _is_text(text):  # a template is a program, and JSON inside a message can spell half a character
+            raise InvalidRequestError("The messages hold half of a surrogate pair.", param="messages")
+        return text
 
 
 def _short(error: Exception) -> str:
-    return str(error)[:200]
+    return str(error)[:200].encode(errors="replace").decode()
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be encoded; a half of a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _to_json(
@@ -160,15 +174,38 @@ def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
-def _plain_message(message: Message, where: str, *, keep_developer: bool) -> dict[str, Any]:
-    """The message as templates expect it: text content as one string, tool arguments as objects."""
+class _Arguments(dict[str, Any]):
+    """Of a tool call: an object to templates that look into it, and its JSON text to those that write it."""
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _plain_message(message: Message, where: str, *, keep_developer: bool, keep_none: bool) -> dict[str, Any]:
+    """The message as templates expect it: text content as one string, tool arguments as objects.
+
+    keep_none: the template knows messages that are calls alone by content that is none.
+    """
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _text_content(message.get("content"), where)
     if plain.get("role") == "developer" and not keep_developer:
         plain["role"] = "system"  # the newer name of the same role; most templates know only the older
-    if "tool_calls" in plain:
-        calls = plain["tool_calls"] if isinstance(plain["tool_calls"], list) else [None]
+    calls = plain.pop("tool_calls", [])
+    if calls != []:
+        calls = calls if isinstance(calls, list) else [None]
         plain["tool_calls"] = [_plain_tool_call(call, f"{where}.tool_calls") for call in calls]
+        if keep_none and message.get("content") is None:
+            plain["content"] = None
     return plain
 
 
@@ -189,22 +226,35 @@ def _plain_tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         words = f"{where} must be a list of objects, each with a function that has a name."
         raise InvalidRequestError(words, param="messages")
-    arguments = function.get("arguments") or {}
+    given = function.get("arguments") or {}
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.loads(given) if isinstance(given, str) else given
+        if isinstance(arguments, dict):
+            arguments = _Arguments(arguments, given if isinstance(given, str) else _to_json(given))
     except (ValueError, RecursionError):
         raise InvalidRequestError(f"{where}: the arguments of a call are not JSON.", param="messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _cut_after_final_message(text: str, messages: Sequence[Message]) -> str:
+def _marked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with a mark behind the final one, which the template shows too: its words may stand elsewhere."""
+    final = messages[-1]["content"] if messages else None
+    if not final or not final.strip():
+        raise InvalidRequestError(
+            "continue_final_message: there is no final message with text.", param="continue_final_message"
+        )
+    return [*messages[:-1], {**messages[-1], "content": final + _MARK}]
+
+
+def _cut_at_mark(text: str, final: str) -> str:
     """End the prompt inside the final message, so that the model goes on with it."""
-    final: str = messages[-1]["content"] if messages else ""
-    start = text.rfind(final.strip())
-    if not final.strip() or start < 0:
+    start = text.rfind(_MARK.strip())
+    prompt = text[: max(start, 0)]
+    if not text.startswith(_MARK, start):  # the template trims messages: then also where the mark was not
+        prompt = prompt.rstrip()
+    if start < 0 or not prompt.rstrip().endswith(final.strip()):
         raise InvalidRequestError(
             "continue_final_message: the template does not show the final message as it is.",
             param="continue_final_message",
         )
-    whole = final.lstrip()  # with its trailing space, unless the template cut that off
-    return text[: start + len(whole if text.startswith(whole, start) else final.strip())]
+    return prompt

@@ -98,6 +98,58 @@ def test_given_a_final_assistant_message_when_continued_then_the_prompt_ends_ins
         render("nothing", messages, add_generation_prompt=False, continue_final_message=True)
 
 
+@pytest.mark.parametrize("prefill", ["|", "<", "end", "im_end", "user", "Hi", "  indented", "a\n\n"])
+def test_given_a_prefill_that_stands_elsewhere_too_when_continued_then_the_prompt_ends_inside_the_final_message(
+    prefill: str,
+) -> None:
+    messages = [*USER, {"role": "assistant", "content": prefill}]
+    text = render(CHATML, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{prefill}"
+    trimmed = CHATML.replace("message.content", "message.content | trim")
+    assert trimmed != CHATML
+    text = render(trimmed, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{prefill.strip()}"
+
+
+@pytest.mark.parametrize("content", [None, "", " "])
+def test_given_a_final_message_without_text_when_continued_then_refused(content: str | None) -> None:
+    with pytest.raises(InvalidRequestError, match="no final message with text"):
+        render(CHATML, [{"role": "assistant", "content": content}], add_generation_prompt=False,
+               continue_final_message=True)  # fmt: skip
+
+
+def call(arguments: Any) -> list[dict[str, Any]]:
+    return [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+
+
+def test_given_a_template_that_knows_calls_by_content_that_is_none_when_rendered_then_they_are_shown() -> None:
+    shows = (
+        "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}"
+        "{{ 'CALL ' + c.function.name + ' ' + c.function.arguments + ';' }}{{ c.function.arguments.x }}"
+        "{{ c.function.arguments ~ (c.function.arguments | tojson) }}{% endfor %}{% else %}[{{ m.content }}]{% endif %}"
+        "{% endfor %}"
+    )
+    text = '{"x":  1}'
+    messages = [{"role": "assistant", "content": None, "tool_calls": call(text)}, {"role": "tool", "content": None}]
+    assert render(shows, messages) == f'CALL f {text};1{text}{{"x": 1}}[]'
+    messages[0]["tool_calls"] = call({"x": 1})
+    assert render(shows, messages).startswith('CALL f {"x": 1};1')
+
+
+def test_given_an_empty_list_of_calls_when_rendered_then_the_message_has_none() -> None:
+    asks = "{{ 'tool_calls' in messages[0] }}{{ messages[0].content is none }}"
+    assert render(asks, [{"role": "assistant", "content": None, "tool_calls": []}]) == "FalseFalse"
+
+
+def test_given_half_a_surrogate_pair_inside_a_calls_arguments_when_rendered_then_the_request_is_refused() -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": call('{"a": "\\ud800"}')}]
+    for source in ("{{ messages[0].tool_calls[0].function.arguments | tojson }}",
+                   "{{ raise_exception(messages[0].tool_calls[0].function.arguments.a) }}"):  # fmt: skip
+        with pytest.raises(InvalidRequestError) as seen:
+            render(source, messages)
+        seen.value.message.encode()
+
+
 def test_given_content_parts_when_rendered_then_texts_are_joined_and_media_refused() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
