@@ -6,7 +6,7 @@ when the config arrives here. To add a family: say here what it does differently
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,7 +140,7 @@ def _gemma3(given: FamilyInput) -> DecoderSpec:
     )
 
 
-def with_stored_names(spec: DecoderSpec, names: Container[str]) -> DecoderSpec:
+def with_stored_names(spec: DecoderSpec, names: Collection[str]) -> DecoderSpec:
     """For a checkpoint with these tensors: a multimodal one may have the names that the parts have in transformers' own
     modules, and not those that it saves them by.
     """

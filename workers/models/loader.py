@@ -67,7 +67,7 @@ def load_model(
         spec = decoder_spec(hf_config, dtype, config.max_model_len)
         if path is not None and kept is None and path == kept_path(folder, config):  # else it was changed meanwhile
             _keep_config(path, config, hf_config, spec)
-        return _load_decoder(build, with_stored_names(spec, weights), config.max_model_len)
+        return _load_decoder(build, with_stored_names(spec, weights.names()), config.max_model_len)
     if tp.world_size > 1:
         raise UnsupportedModelError(
             f"'{hf_config.model_type}' runs through transformers' own code, which is not split over ranks here: "
