@@ -89,6 +89,12 @@ class ChildTable:
         old = self.children[ROLE_GATEWAY, index]
         self.children[ROLE_GATEWAY, index] = ChildState(ROLE_GATEWAY, index, old.epoch + 1, port=old.port)
 
+    def leave_out_dead(self, role: str) -> None:
+        """Nobody waits for successors that have not been started: none will be."""
+        for child in self.of(role):
+            if child.process is None:
+                child.phase = Phase.EXITED
+
     def find(self, role: str, index: int, epoch: int) -> ChildState | None:
         """The child that a report comes from; None if it has been replaced. Raises KeyError for an unknown one."""
         child = self.children[role, index]

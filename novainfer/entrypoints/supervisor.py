@@ -3,13 +3,12 @@
 Start is in two phases: every process reports that it runs (`ChildStarted`), then that it can serve (`ChildReady`).
 Once all have served, a worker group or scheduler that dies or hangs is replaced, and the epoch raised each time; a
 gateway that dies is started again. A death before that, or again and again, stops all.
-Stop: gateways first (they drain), then the scheduler, then the workers.
+Stop: gateways first (they drain, and the engine is mended for them as before), then the scheduler, then the workers.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from types import TracebackType
@@ -30,7 +29,7 @@ from novainfer.entrypoints.progress import Progress, StartProgress, exit_status
 from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, hold_rank, kill_ranks
 from novainfer.entrypoints.replacements import Replacements
 from novainfer.entrypoints.standby import Standbys
-from novainfer.entrypoints.vitals import Watch, felt, felt_scheduler, heard
+from novainfer.entrypoints.vitals import Pulse, Watch, heard, take_pulse
 from novainfer.entrypoints.wakeups import Wakeups
 from novainfer.entrypoints.worker_thread import WorkerThread
 from novainfer.protocol.supervision import (
@@ -42,10 +41,7 @@ from novainfer.protocol.supervision import (
     ChildFault,
     ChildReady,
     ChildStarted,
-    GatewayPulse,
     LoadProgress,
-    RankPulse,
-    SchedulerPulse,
     WorkersFault,
     WorkersLost,
 )
@@ -92,7 +88,8 @@ class Supervisor:
         self._fingerprints = Fingerprints()
         self.fault: str | None = None  # why it ends, if nobody asked for that
         self._stop_signals = 0  # SIGTERM, SIGINT or SIGHUP so far; the second ends the patience
-        self._is_stopping = False
+        self._is_draining = False  # no gateway is replaced any more
+        self._is_stopping = False  # nor anything else
         self._phase = Phase.SPAWNED  # what all children have once reached
 
     def __enter__(self) -> Supervisor:
@@ -140,18 +137,22 @@ class Supervisor:
 
     def _serve(self) -> None:
         while self.fault is None and not self._stop_signals:
-            self._advance_phase()
-            self._turn(_TICK)
+            self._tend(_TICK)
             self._progress.turn(not self.table.behind(Phase.READY))
-            self._find_hang()
-            now = time.monotonic()
-            for role, index in self._replacements.take_due(now):
-                if role == ROLE_SCHEDULER:
-                    self._spawn_scheduler()
-                else:
-                    self._spawn_gateway(self.table.children[role, index])
-            if now >= self._replacements.ready_by and self.table.behind(Phase.READY):
-                self._give_up_late()
+
+    def _tend(self, timeout: float) -> None:
+        """One turn; what hangs, or is late, is replaced."""
+        self._advance_phase()
+        self._turn(timeout)
+        self._find_hang()
+        now = time.monotonic()
+        for role, index in self._replacements.take_due(now):
+            if role == ROLE_SCHEDULER:
+                self._spawn_scheduler()
+            elif not self._is_draining:
+                self._spawn_gateway(self.table.children[role, index])
+        if now >= self._replacements.ready_by and self.table.behind(Phase.READY):
+            self._give_up_late()
 
     def _give_up_late(self) -> None:
         late = self.table.behind(Phase.READY)
@@ -209,19 +210,10 @@ class Supervisor:
                 self._note_phase(report)
             elif isinstance(report, ChildFault):
                 self._note_fault(report)
-            elif isinstance(report, RankPulse):
-                rank = self.table.find(ROLE_WORKER, report.rank, report.epoch)
-                if rank is not None:
-                    felt(rank, report, time.monotonic())
-            elif isinstance(report, SchedulerPulse):
-                if self.table.find(ROLE_SCHEDULER, report.replica, report.epoch) is not None:
-                    felt_scheduler(self._scheduler, report, time.monotonic())
-                    if report.num_steps:
-                        self._replacements.step_ended()
-            elif isinstance(report, GatewayPulse):
-                gateway = self.table.find(ROLE_GATEWAY, report.index, report.epoch)
-                if gateway is not None:
-                    heard(gateway, time.monotonic())
+            elif isinstance(report, Pulse):
+                child = take_pulse(self.table, report, time.monotonic())
+                if child is not None and child.role == ROLE_SCHEDULER and child.progress:
+                    self._replacements.step_ended()
             elif isinstance(report, WorkersFault):
                 if self.table.find(ROLE_SCHEDULER, report.replica, report.epoch) is not None:
                     self._lose_workers(f"workers: {report.message}")
@@ -259,16 +251,17 @@ class Supervisor:
             self._lose_workers(f"{report.role} {report.index}: {report.message}")
 
     def _note_exit(self, child: ChildState) -> None:
+        is_told = self._is_stopping or (self._is_draining and child.role == ROLE_GATEWAY)
         if child.fault is None:
             was_killed = child.process is not None and (child.process.returncode or 0) < 0  # it had no time for words
-            self._hear_last_words(0.0 if self._is_stopping or was_killed else _LAST_WORD_PATIENCE)
-        if not self._is_stopping:
-            if child.role == ROLE_SCHEDULER:
-                self._lose_scheduler(exit_words(child))
-            else:
-                self._lose_gateway(child, exit_words(child))
-        elif child.process is not None and child.process.returncode not in (0, -GIVE_UP_SIGNAL):
-            logger.warning("%s", exit_words(child))
+            self._hear_last_words(0.0 if is_told or was_killed else _LAST_WORD_PATIENCE)
+        if is_told:
+            if child.process is not None and child.process.returncode not in (0, -GIVE_UP_SIGNAL):
+                logger.warning("%s", exit_words(child))
+        elif child.role == ROLE_SCHEDULER:
+            self._lose_scheduler(exit_words(child))
+        else:
+            self._lose_gateway(child, exit_words(child))
 
     def _hear_last_words(self, patience: float) -> None:
         for report in self._wakeups.reports(patience):
@@ -331,6 +324,8 @@ class Supervisor:
             self._fail(words)
             return
         logger.error("%s", words)
+        if self._is_draining:  # another one would take no requests
+            return
         now = time.monotonic()
         delay = self._replacements.gateway_died(now)
         if delay is None:
@@ -352,7 +347,6 @@ class Supervisor:
     def _forget_file(self, rank: ChildState) -> None:
         if rank.process_file is not None:
             self._wakeups.unwatch(rank.process_file)
-            os.close(rank.process_file)
             rank.process_file = None
 
     def _fail(self, words: str) -> None:
@@ -369,12 +363,14 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Gateways drain, then the scheduler goes, then the workers. A second signal, or a fault, shortens it."""
+        self._progress.stopping()
+        if self._phase == Phase.READY and self.fault is None:
+            self._is_draining = True
+            self.table.leave_out_dead(ROLE_GATEWAY)
+            self._end(ROLE_GATEWAY, self._config.server.drain_timeout + DRAIN_MARGIN)
         self._is_stopping = True
         self._workers.expect_end()
-        self._progress.stopping()
-        was_ready = self._phase == Phase.READY and self.fault is None
-        drain = self._config.server.drain_timeout + DRAIN_MARGIN if was_ready else FAULT_PATIENCE
-        self._end(ROLE_GATEWAY, drain, signal.SIGTERM if self.fault is None else GIVE_UP_SIGNAL)
+        self._end(ROLE_GATEWAY, FAULT_PATIENCE, signal.SIGTERM if self.fault is None else GIVE_UP_SIGNAL)
         self._end(ROLE_SCHEDULER, STOP_TIMEOUT)
         if not self._workers.stop(WORKERS_TIMEOUT):
             logger.error("the workers did not stop within %g s", WORKERS_TIMEOUT)
@@ -383,8 +379,13 @@ class Supervisor:
         """A signal to all of a role; SIGKILL to those that are still there after `timeout` seconds."""
         send_signal(self.table.alive(role), number)
         deadline = time.monotonic() + timeout
-        while self.table.alive(role) and self._stop_signals <= 1 and time.monotonic() < deadline:
-            self._turn(deadline - time.monotonic())
+        while self.table.alive(role) and self._stop_signals <= 1 and (left := deadline - time.monotonic()) > 0:
+            if self._is_stopping:
+                self._turn(left)
+                continue
+            self._tend(min(left, _TICK))
+            if self.fault is not None:  # nobody can drain any more: those that wait are told so
+                return
         late = self.table.alive(role)
         if late:
             logger.warning("killing %s", ", ".join(child.name for child in late))

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from novainfer.config import ServerConfig
-from novainfer.entrypoints.children import ChildState, Phase
+from novainfer.entrypoints.children import ChildState, ChildTable, Phase
 from novainfer.protocol.supervision import (
     ROLE_GATEWAY,
     ROLE_REPLICA,
     ROLE_SCHEDULER,
     ROLE_WORKER,
+    GatewayPulse,
     RankPulse,
     SchedulerPulse,
 )
 
+Pulse = RankPulse | SchedulerPulse | GatewayPulse
 STOPPED_TIMEOUT = 1.0  # seconds of silence that are enough of a process that the system says is stopped
 
 
@@ -42,6 +44,20 @@ def felt_scheduler(scheduler: ChildState, pulse: SchedulerPulse, now: float) -> 
     if not pulse.waits or pulse.num_steps != scheduler.progress:
         scheduler.worked_at = now
     scheduler.progress = pulse.num_steps
+
+
+def take_pulse(table: ChildTable, pulse: Pulse, now: float) -> ChildState | None:
+    """Whom a pulse comes from, who is as it tells now; None if it has been replaced. Raises KeyError for a stranger."""
+    child: ChildState | None
+    if isinstance(pulse, RankPulse):
+        if (child := table.find(ROLE_WORKER, pulse.rank, pulse.epoch)) is not None:
+            felt(child, pulse, now)
+    elif isinstance(pulse, SchedulerPulse):
+        if (child := table.find(ROLE_SCHEDULER, pulse.replica, pulse.epoch)) is not None:
+            felt_scheduler(child, pulse, now)
+    elif (child := table.find(ROLE_GATEWAY, pulse.index, pulse.epoch)) is not None:
+        heard(child, now)
+    return child
 
 
 def forgive(children: Sequence[ChildState], now: float) -> None:

@@ -6,6 +6,7 @@ Its line to the scheduler is here too.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 from types import FrameType, TracebackType
@@ -79,12 +80,13 @@ class Wakeups:
         return socket
 
     def watch(self, process_file: int) -> None:
-        """Make `wait` return when this file of a process becomes readable, until it is closed (see `unwatch`)."""
+        """Make `wait` return when this file of a process becomes readable, until `unwatch`."""
         self._poller.register(process_file, zmq.POLLIN)
 
     def unwatch(self, process_file: int) -> None:
-        """Undo `watch`; before the file is closed."""
+        """Undo `watch`, and close the file."""
         self._poller.unregister(process_file)
+        os.close(process_file)
 
     def nudge(self) -> None:
         """Make `wait` return; may be called from any thread."""

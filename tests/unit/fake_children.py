@@ -48,7 +48,8 @@ def note(log: Path, *words: object) -> None:
 class FakeWorkers:
     """A worker group that never computes.
 
-    `die-once` kills the first one when it is to prepare a spare, `die-twice` the next one too.
+    `die-once` kills the first one when it is to prepare a spare, `die-twice` the next one too; a file `die` beside the
+    log kills whichever is there.
 
     Rank r has room for 8 - r blocks. `spare-fails`: no spare ever stands by. Groups have the `fingerprints` in turn.
     """
@@ -82,6 +83,10 @@ class FakeWorkers:
             reports.close()
 
     def is_alive(self) -> bool:
+        order = self._log.with_name("die")
+        if order.exists():
+            order.unlink()
+            self._is_alive = False
         return self._is_alive and self._behaviour != "die"
 
     def prepare(self, num_blocks: int, known: Sequence[str]) -> None:
@@ -140,12 +145,18 @@ def run_server(options: argparse.Namespace) -> int:
 
 
 def run_child(options: argparse.Namespace) -> int:
-    """Report, wait for SIGTERM, exit 0; unless told otherwise."""
+    """Report, wait for SIGTERM, exit 0; unless told otherwise. `drain`: when a file `drained` is beside the log."""
     die_with_parent()
-    stop = threading.Event()
+    stop, give_up = threading.Event(), threading.Event()
     name = f"{options.role} {options.index}"
+
+    def obey_signal(number: int, frame: object) -> None:
+        stop.set()
+        if number == GIVE_UP_SIGNAL:
+            give_up.set()
+
     for number in (signal.SIGTERM, GIVE_UP_SIGNAL):
-        signal.signal(number, lambda number, frame: stop.set())
+        signal.signal(number, obey_signal)
     note(Path(options.log), name, "pid", os.getpid())
     run_dir = RunDir(Path(options.run_dir))
     with zmq.Context() as context:
@@ -165,6 +176,11 @@ def run_child(options: argparse.Namespace) -> int:
         reports.close()
         while not stop.wait(0.05) or options.behave == "stubborn":
             pass
+        if options.behave == "drain":
+            sys.stderr.write(f"{name} drains\n")
+            while not Path(options.log).with_name("drained").exists() and not give_up.wait(0.05):
+                pass
+            note(Path(options.log), name, "gave up" if give_up.is_set() else "drained")
     note(Path(options.log), name, "stopped")
     return 0
 

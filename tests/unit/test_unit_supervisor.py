@@ -59,6 +59,18 @@ class FakeServer:
                 return lines
         raise AssertionError(f"it ended without saying {words!r}")
 
+    def begin_drain(self) -> None:
+        """Tell it to stop, and wait until its gateways, which `drain`, have heard of it; they do until `end_drain`."""
+        self.process.send_signal(signal.SIGTERM)
+        for _ in range(2):
+            self.wait_error(" drains")
+
+    def end_drain(self) -> None:
+        self._log.with_name("drained").touch()
+
+    def lose_workers(self) -> None:
+        self._log.with_name("die").touch()
+
     def log(self) -> list[str]:
         return self._log.read_text(encoding="utf-8").splitlines()
 
@@ -288,6 +300,59 @@ def test_a_gateway_that_ignores_sigterm_when_a_second_signal_comes_then_it_is_ki
     assert "killing gateway 0, gateway 1" in errors
 
 
+def test_given_gateways_that_drain_when_others_die_then_scheduler_and_workers_are_replaced_and_no_gateway(
+    start: Start,
+) -> None:
+    server = start(gateway="drain")
+    assert "is ready" in server.wait_ready()
+    server.begin_drain()
+    os.kill(server.pids()["gateway 1"], signal.SIGKILL)  # it is not missed
+    server.wait_error("gateway 1 was killed by SIGKILL")
+    os.kill(server.pids()["scheduler 0"], signal.SIGKILL)
+    server.wait_error("serving again after")
+    server.lose_workers()
+    server.wait_error("serving again after")
+    server.end_drain()
+    assert server.finish()[0] == 0
+    assert len([line for line in server.log() if line.startswith("gateway 1 pid")]) == 1
+    assert [line for line in server.log() if " epoch " in line or line.endswith("stopped")] == [
+        "workers of epoch 1",
+        "scheduler 0 epoch 1 group 1",
+        "scheduler 0 epoch 2 group 1",
+        "workers of epoch 3",
+        "gateway 0 stopped",
+        "scheduler 0 stopped",
+        "workers stopped",
+    ]
+
+
+def test_given_gateways_that_drain_when_the_engine_dies_once_too_often_then_they_are_told_and_the_status_is_1(
+    start: Start,
+) -> None:
+    server = start("--max-restarts", "0", gateway="drain")
+    assert "is ready" in server.wait_ready()
+    server.begin_drain()
+    os.kill(server.pids()["scheduler 0"], signal.SIGKILL)
+    status, errors = server.finish()
+    assert status == 1
+    assert "given up: nothing worked between one death and the next" in errors
+    assert {"gateway 0 gave up", "gateway 1 gave up", "workers stopped"} <= set(server.log())
+
+
+def test_given_gateways_that_drain_and_no_scheduler_when_a_second_signal_comes_then_all_end_at_once(
+    start: Start,
+) -> None:
+    server = start(gateway="drain")
+    assert "is ready" in server.wait_ready()
+    server.begin_drain()
+    os.kill(server.pids()["scheduler 0"], signal.SIGKILL)
+    server.wait_error("scheduler 0 was killed by SIGKILL")
+    server.process.send_signal(signal.SIGINT)
+    status, errors = server.finish()
+    assert status == 0
+    assert "killing gateway 0, gateway 1" in errors
+
+
 def test_a_supervisor_when_it_is_killed_with_sigkill_then_its_children_die_too(start: Start) -> None:
     server = start()
     assert "is ready" in server.wait_ready()
@@ -426,6 +491,14 @@ def test_the_child_table_when_reports_come_in_any_order_then_a_phase_never_goes_
     assert table.of("gateway")[0].port == 8000
     with pytest.raises(KeyError):
         table.ready(ChildReady("gateway", 1))
+
+
+def test_the_child_table_when_dead_gateways_are_left_out_then_nobody_waits_for_them() -> None:
+    table = ChildTable(num_gateways=2, world_size=1, epoch=1)
+    process = table.of("gateway")[0].process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    table.leave_out_dead("gateway")
+    assert [child.name for child in table.behind(Phase.READY)] == ["scheduler 0", "gateway 0", "worker 0"]
 
 
 def test_a_child_when_it_was_killed_by_a_signal_then_the_log_names_it() -> None:
