@@ -147,9 +147,10 @@ class Roster:
         return was_told
 
     def is_hopeless(self) -> bool:
-        """None serves, and one has died too often to be tried again."""
-        most = max((replica.num_deaths for replica in self), default=0)
-        return most > self._config.server.max_restarts and not any(replica.serves for replica in self)
+        """None serves, and each that is to stay has died too often: one that cannot start takes nobody down."""
+        limit = self._config.server.max_restarts
+        staying = [replica for replica in self if replica.fate != LEAVE]
+        return all(replica.num_deaths > limit for replica in staying) and not any(replica.serves for replica in self)
 
     # -- draining -----------------------------------------------------------------------------------------------
 

@@ -112,7 +112,33 @@ def test_a_replica_when_it_dies_again_and_again_then_it_is_started_ever_later_as
     assert waits[0] == 0.0
     assert waits[-1] > 4.0
     assert not server.roster.is_hopeless()
+
+
+def test_a_replica_that_never_starts_when_another_one_dies_then_there_is_hope_until_that_one_never_starts_either(
+    server: Server,
+) -> None:
+    for _ in range(6):
+        server.end(0)
+        server.roster.take_due(float("inf"))
+    for _ in range(2):  # max_restarts
+        server.end(1)
+        assert not server.roster.is_hopeless()
+        server.roster.take_due(float("inf"))
     server.end(1)
+    assert server.roster.is_hopeless()
+    server.serve(server.roster[0])
+    assert not server.roster.is_hopeless()
+
+
+def test_a_replica_that_leaves_when_no_other_one_can_start_then_there_is_no_hope_once_it_has_died(
+    server: Server,
+) -> None:
+    assert server.roster.drain([1]) is None
+    for _ in range(3):
+        server.end(0)
+        assert not server.roster.is_hopeless()
+        server.roster.take_due(float("inf"))
+    server.roster.note_pulse_of(1, serves=False)
     assert server.roster.is_hopeless()
 
 
