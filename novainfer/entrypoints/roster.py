@@ -113,8 +113,6 @@ class Roster:
         replica.restarts.serves(now)
         was_published = _published(replica)
         replica.is_out = False
-        if replica.fate == RESTART and replica.is_told:
-            replica.fate, replica.draining_since, replica.is_told = STAY, 0, False
         if _published(replica) != was_published:
             self._publish()
         self._has_served = self._has_served or self.all_ready()
@@ -139,6 +137,8 @@ class Roster:
             return was_told
         replica.child = ChildState(ROLE_REPLICA, child.index, child.epoch + 1)
         replica.is_out = True
+        # If it was to be restarted, it is: should its successor die, nobody told it to.
+        replica.fate, replica.draining_since, replica.is_told = STAY, 0, False
         replica.due = now
         if not was_told:
             replica.num_deaths += 1

@@ -205,6 +205,32 @@ def test_replicas_when_restarted_then_one_after_another_and_only_while_the_other
     assert server.roster.listing().states == ["serving", "serving"]
 
 
+def test_a_restarted_replica_when_its_new_process_dies_then_that_counts_as_a_death_and_the_next_one_waits(
+    server: Server,
+) -> None:
+    alive(server)
+    assert server.roster.restart([]) is None
+    assert server.drained() == []
+    server.pulse({0: 0, 1: 0}, {0: 0, 1: 0})
+    assert server.drained() == [0]
+    assert server.roster.listing().states == ["restarting", "waiting for a restart"]
+    assert server.end(0)
+    assert server.roster.listing().states == ["loading", "waiting for a restart"]
+    replica, waits = server.roster[0], []
+    for _ in range(3):
+        server.roster.take_due(float("inf"))
+        assert not server.end(0)
+        assert replica.due is not None
+        waits.append(replica.due - server.now)
+        assert server.drained() == []
+    assert waits == [0.0, 1.0, 2.0]
+    assert server.roster.listing().states == ["dead", "waiting for a restart"]
+    assert server.states() == {0: OUT, 1: IN}
+    assert server.start() == [0]
+    assert server.drained() == []
+    assert server.states() == {0: IN, 1: DRAINING}
+
+
 def test_a_draining_replica_when_it_dies_of_itself_then_a_leaving_one_is_forgotten_and_a_restarting_one_started(
     server: Server,
 ) -> None:
