@@ -139,9 +139,9 @@ def run_directory(config: ServeConfig) -> Iterator[RunDir]:
             lock.write(TEMPORARY)
             lock.flush()
         if existed:
+            stack.callback((run_dir.path / LOCK).unlink, missing_ok=True)
             stack.callback(_remove_files, run_dir)
-        for file in run_dir.metrics_files():  # of a server that was killed here: nobody goes on from them
-            file.unlink()
+            _remove_files(run_dir)  # of a server that was killed here: ours would believe them
         write_private(run_dir.config_file, config.to_json())
         if config.parallel.replicas is None:  # else each has its own
             stack.enter_context(cluster_links(run_dir, config.parallel.cluster_host))
@@ -183,17 +183,19 @@ def _take_lock(descriptor: int, run_dir: RunDir) -> None:
 
 
 def _remove_files(run_dir: RunDir) -> None:
+    """All that servers leave, but the lock."""
     for pattern in (
         "config.json",
-        "lock",
         "supervisor",
+        "supervisor.*",
         "control",
-        "replicas.json",
+        "replicas.json*",
         "scheduler-*",
         "gateway-*",
         "ranks-*",
     ):
         for path in run_dir.path.glob(pattern):
-            path.unlink(missing_ok=True)
+            if not path.is_dir():  # else somebody else's
+                path.unlink(missing_ok=True)
     for path in (run_dir.path / "ray", *run_dir.path.glob(f"{REPLICA_DIR}*")):
         shutil.rmtree(path, ignore_errors=True)

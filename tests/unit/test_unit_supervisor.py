@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from gateway.process import bind_http
-from novainfer.config import ServeConfig, ServerConfig
+from novainfer.config import ParallelConfig, ServeConfig, ServerConfig
 from novainfer.entrypoints.children import ChildState, ChildTable, Phase, child_environment, exit_words
 from novainfer.entrypoints.serve import LOCK, TEMPORARY, held_port, run_directory
 from novainfer.errors import ConfigError
@@ -403,6 +403,22 @@ def test_a_run_directory_that_was_there_when_the_server_ends_then_only_our_files
         (folder / "scheduler-0.workers").write_text("")
         (folder / "ray" / "session").mkdir(parents=True)
     assert [path.name for path in folder.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("replicas", [None, 2])
+def test_given_files_of_a_server_that_was_killed_when_another_one_uses_the_directory_then_it_does_not_believe_them(
+    tmp_path: Path, replicas: int | None
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    for name in ("replicas.json", "supervisor.ranks.json", "gateway-0.metrics", "mine"):
+        (folder / name).write_text("{}")
+    (folder / "replica-1").mkdir()
+    (folder / "gateway-logs").mkdir()  # not ours
+    config = ServeConfig(server=ServerConfig(run_dir=str(folder)), parallel=ParallelConfig(replicas=replicas))
+    with run_directory(config):
+        assert {path.name for path in folder.iterdir()} == {"config.json", LOCK, "mine", "gateway-logs"}
+    assert {path.name for path in folder.iterdir()} == {"mine", "gateway-logs"}
 
 
 def put_run_directory(path: Path, lock: bytes = TEMPORARY, mode: int = 0o700) -> Path:
