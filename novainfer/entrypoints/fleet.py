@@ -68,6 +68,7 @@ class Fleet:
         self._standbys = Standbys(launch.standbys)
         self._gateway_restarts = Restarts(config.server.max_restarts, GATEWAY_STABLE_SECONDS)
         self._due: dict[int, float] = {}  # gateways, and when they are to be started
+        self._misses_gateway = False  # one has died, and not all are ready again
         self._progress = StartProgress()
         self._ready_by = time.monotonic() + config.server.start_timeout
         self._has_served = False
@@ -142,18 +143,23 @@ class Fleet:
         self._find_hang(now)
         for child in self._roster.drained(list(self._gateways.values()), now):
             send_signal([child], signal.SIGTERM)
-        if all(child.phase == Phase.READY for child in self._gateways.values()) and self._roster.all_ready():
-            self._all_serve(now)
+        gateways_serve = all(child.phase == Phase.READY for child in self._gateways.values())
+        if not self._has_served and gateways_serve and self._roster.all_ready():
+            self._has_served = True
+            self._progress.announce(self._config, self._gateways[0].port)
         elif not self._has_served and now > self._ready_by:
             late = [c.name for c in self._alive() if c.phase < Phase.READY]
             self._fail(f"not ready after {self._config.server.start_timeout:g} s; still waiting for {', '.join(late)}")
+        if self._has_served and gateways_serve:
+            self._prepare(now)
 
-    def _all_serve(self, now: float) -> None:
+    def _prepare(self, now: float) -> None:
+        """Get ready for the next death of a gateway, whatever replicas do."""
         self._gateway_restarts.serves(now)
         self._standbys.prepare()
-        if not self._has_served:
-            self._has_served = True
-            self._progress.announce(self._config, self._gateways[0].port)
+        if self._misses_gateway:
+            self._misses_gateway = False
+            logger.info("all gateways serve again")
 
     def _find_hang(self, now: float) -> None:
         away, self._last_look = now - self._last_look, now
@@ -252,6 +258,7 @@ class Fleet:
         self._roster.gateway_lost(child.index, now)
         self._gateways[child.index] = ChildState(ROLE_GATEWAY, child.index, child.epoch + 1, port=child.port)
         self._due[child.index] = now + delay
+        self._misses_gateway = True
 
     def _lose_replica(self, replica: Replica, words: str) -> None:
         if not self._has_served and not replica.is_late:

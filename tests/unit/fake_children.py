@@ -18,7 +18,8 @@ from pathlib import Path
 import zmq
 
 from novainfer.config import ParallelConfig, ServeConfig, ServerConfig
-from novainfer.entrypoints.launch import Launch
+from novainfer.entrypoints.fleet import Fleet
+from novainfer.entrypoints.launch import FleetLaunch, Launch
 from novainfer.entrypoints.serve import run_directory
 from novainfer.entrypoints.supervisor import Supervisor
 from novainfer.errors import EngineError
@@ -124,17 +125,24 @@ def run_server(options: argparse.Namespace) -> int:
             hang_timeout=600.0,  # nobody here sends a pulse
             stall_timeout=600.0,
         ),
-        parallel=ParallelConfig(tensor_parallel_size=2, spare_workers=options.spare_workers),
+        parallel=ParallelConfig(tensor_parallel_size=2, spare_workers=options.spare_workers, replicas=options.replicas),
     )
     with run_directory(config) as run_dir:
 
         def child(role: str, index: int) -> list[str]:
-            what = behaviour.get(role, "normal")
+            what = behaviour.get(f"{role} {index}", behaviour.get(role, "normal"))
             place = ("--run-dir", str(run_dir.path), "--log", str(log), "--role", role, "--index", str(index))
             return [sys.executable, __file__, "child", *place, "--behave", what]
 
+        def gateway(index: int, epoch: int, port: int) -> list[str]:
+            return [*child("gateway", index), "--epoch", str(epoch)]
+
+        if options.replicas is not None:
+            replicas = FleetLaunch(gateway, lambda index, epoch: [*child("replica", index), "--epoch", str(epoch)])
+            with Fleet(config, run_dir, replicas) as fleet:
+                return fleet.run()
         launch = Launch(
-            gateway=lambda index, epoch, port: [*child("gateway", index), "--epoch", str(epoch)],
+            gateway=gateway,
             scheduler=lambda epoch, group: [*child("scheduler", 0), "--epoch", str(epoch), "--group", str(group)],
             workers=lambda: FakeWorkers(
                 run_dir, log, behaviour.get("worker", "normal"), 2, behaviour.get("prints", "a")
@@ -145,7 +153,10 @@ def run_server(options: argparse.Namespace) -> int:
 
 
 def run_child(options: argparse.Namespace) -> int:
-    """Report, wait for SIGTERM, exit 0; unless told otherwise. `drain`: when a file `drained` is beside the log."""
+    """Report, wait for SIGTERM, exit 0; unless told otherwise. `drain`: when a file `drained` is beside the log.
+
+    `late`: it is never ready; `once`: no successor is.
+    """
     die_with_parent()
     stop, give_up = threading.Event(), threading.Event()
     name = f"{options.role} {options.index}"
@@ -169,7 +180,7 @@ def run_child(options: argparse.Namespace) -> int:
             return 7
         if options.role == ROLE_SCHEDULER:  # before it is ready: then it may be told to end at once
             note(Path(options.log), name, "epoch", options.epoch, "group", options.group)
-        if options.behave != "late":
+        if options.behave != "late" and (options.behave != "once" or options.epoch == FIRST_EPOCH):
             reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(options.role, options.index, options.epoch)))
         if options.role == ROLE_SCHEDULER:
             obey(bind_pull(context, run_dir.orders(0)), reports, stop)
@@ -203,6 +214,7 @@ if __name__ == "__main__":
     parser.add_argument("--epoch", type=int, default=FIRST_EPOCH)
     parser.add_argument("--group", type=int, default=FIRST_EPOCH)
     parser.add_argument("--behave", default="{}")
+    parser.add_argument("--replicas", type=int)
     parser.add_argument("--spare-workers", type=int, default=0)
     parser.add_argument("--start-timeout", type=float, default=600.0)
     parser.add_argument("--max-restarts", type=int, default=ServerConfig().max_restarts)

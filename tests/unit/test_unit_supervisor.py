@@ -157,6 +157,20 @@ def test_a_serving_gateway_when_it_is_killed_then_another_one_is_started_and_not
     assert {name for name in before if before[name] != after[name]} == {"gateway 1"}
 
 
+def test_given_a_replica_that_cannot_come_back_when_gateways_die_again_and_again_then_each_is_started_again(
+    start: Start,
+) -> None:
+    server = start("--replicas", "2", "--max-restarts", "1", **{"replica 1": "once"})
+    assert "is ready" in server.wait_ready()
+    os.kill(server.pids()["replica 1"], signal.SIGKILL)
+    server.wait_error("replica 1 was killed by SIGKILL")
+    for _ in range(3):
+        os.kill(server.pids()["gateway 1"], signal.SIGKILL)
+        server.wait_error("all gateways serve again")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.finish()[0] == 0
+
+
 def test_given_a_serving_gateway_when_it_is_stopped_then_another_one_is_started_and_nothing_else(start: Start) -> None:
     server = start()
     assert "is ready" in server.wait_ready()
