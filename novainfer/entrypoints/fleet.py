@@ -74,7 +74,8 @@ class Fleet:
         self._has_served = False
         self._last_look = float("inf")
         self._stop_signals = 0  # SIGTERM, SIGINT or SIGHUP so far; the second ends the patience
-        self._is_stopping = False
+        self._is_draining = False  # no gateway is replaced any more
+        self._is_stopping = False  # nor a replica
         self._fault: str | None = None
 
     def __enter__(self) -> Fleet:
@@ -101,6 +102,7 @@ class Fleet:
             while self._fault is None and not self._stop_signals:
                 self._turn(_TICK)
                 self._look_around(time.monotonic())
+                self._carry_out(time.monotonic())
         finally:
             self._stop()
         return exit_status(self._fault)
@@ -134,15 +136,14 @@ class Fleet:
                 self._note_exit(child)
 
     def _look_around(self, now: float) -> None:
-        """What is due, what hangs, what has become of those that are to go."""
+        """What is due, what hangs, who serves."""
         self._progress.turn(self._has_served)
         self._start_replicas(now)
         for index in [index for index, at in self._due.items() if at <= now]:
             del self._due[index]
-            self._start_gateway(self._gateways[index])
+            if not self._is_draining:
+                self._start_gateway(self._gateways[index])
         self._find_hang(now)
-        for child in self._roster.drained(list(self._gateways.values()), now):
-            send_signal([child], signal.SIGTERM)
         gateways_serve = all(child.phase == Phase.READY for child in self._gateways.values())
         if not self._has_served and gateways_serve and self._roster.all_ready():
             self._has_served = True
@@ -152,6 +153,11 @@ class Fleet:
             self._fail(f"not ready after {self._config.server.start_timeout:g} s; still waiting for {', '.join(late)}")
         if self._has_served and gateways_serve:
             self._prepare(now)
+
+    def _carry_out(self, now: float) -> None:
+        """What has become of the replicas that are to go."""
+        for child in self._roster.drained(list(self._gateways.values()), now):
+            send_signal([child], signal.SIGTERM)
 
     def _prepare(self, now: float) -> None:
         """Get ready for the next death of a gateway, whatever replicas do."""
@@ -240,7 +246,7 @@ class Fleet:
         for report in self._wakeups.reports():  # its last words
             self._take(report)
         words = exit_words(child)
-        if self._is_stopping:
+        if self._is_stopping or (self._is_draining and child.role == ROLE_GATEWAY):
             if child.process is not None and child.process.returncode not in (0, -GIVE_UP_SIGNAL):
                 logger.warning("%s", words)
         elif child.role == ROLE_GATEWAY:
@@ -281,19 +287,26 @@ class Fleet:
 
     def _stop(self) -> None:
         """Gateways drain, then the replicas go. A second signal, or a fault, shortens it."""
-        self._is_stopping = True
         self._progress.stopping()
-        was_ready = self._has_served and self._fault is None
-        drain = self._config.server.drain_timeout + DRAIN_MARGIN if was_ready else FAULT_PATIENCE
-        self._end(ROLE_GATEWAY, drain, signal.SIGTERM if self._fault is None else GIVE_UP_SIGNAL)
+        if self._has_served and self._fault is None:
+            self._is_draining = True
+            self._end(ROLE_GATEWAY, self._config.server.drain_timeout + DRAIN_MARGIN, signal.SIGTERM)
+        self._is_stopping = True
+        self._end(ROLE_GATEWAY, FAULT_PATIENCE, signal.SIGTERM if self._fault is None else GIVE_UP_SIGNAL)
         self._end(ROLE_REPLICA, REPLICA_TIMEOUT, signal.SIGTERM)
 
     def _end(self, role: str, timeout: float, number: signal.Signals) -> None:
         """A signal to all of a role; SIGKILL to those that are still there after `timeout` seconds."""
         send_signal(self._alive(role), number)
         deadline = time.monotonic() + timeout
-        while self._alive(role) and self._stop_signals <= 1 and time.monotonic() < deadline:
-            self._turn(deadline - time.monotonic())
+        while self._alive(role) and self._stop_signals <= 1 and (left := deadline - time.monotonic()) > 0:
+            if self._is_stopping:
+                self._turn(left)
+                continue
+            self._turn(min(left, _TICK))
+            self._look_around(time.monotonic())
+            if self._fault is not None:  # nobody can drain any more: those that wait are told so
+                return
         late = self._alive(role)
         if late:
             logger.warning("killing %s", ", ".join(child.name for child in late))

@@ -171,6 +171,28 @@ def test_given_a_replica_that_cannot_come_back_when_gateways_die_again_and_again
     assert server.finish()[0] == 0
 
 
+def test_given_gateways_that_drain_when_a_replica_dies_then_it_is_started_again_and_a_gateway_is_not(
+    start: Start,
+) -> None:
+    server = start("--replicas", "2", gateway="drain")
+    assert "is ready" in server.wait_ready()
+    before = server.pids()
+    server.begin_drain()
+    os.kill(before["gateway 1"], signal.SIGKILL)
+    server.wait_error("gateway 1 was killed by SIGKILL")
+    os.kill(before["replica 1"], signal.SIGKILL)
+    server.wait_error("replica 1 was killed by SIGKILL")
+    while (after := server.pids())["replica 1"] == before["replica 1"]:
+        assert server.process.poll() is None
+    server.end_drain()
+    assert server.finish()[0] == 0
+    assert {name for name in before if before[name] != after[name]} == {"replica 1"}
+    assert [line for line in server.log() if line.startswith("gateway") and line.endswith("ed")] == [
+        "gateway 0 drained",
+        "gateway 0 stopped",
+    ]
+
+
 def test_given_a_serving_gateway_when_it_is_stopped_then_another_one_is_started_and_nothing_else(start: Start) -> None:
     server = start()
     assert "is ready" in server.wait_ready()
