@@ -24,7 +24,7 @@ from gateway.params import check_repeated, draw_seed, estimate_cost, resolve_par
 from gateway.quotas import quotas_of
 from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
-from gateway.stream_record import PromptRecord, StreamRecord
+from gateway.stream_record import StreamRecord, answers_of
 from gateway.text_process import TextProcesses
 from gateway.tracing import Tracing
 from novainfer.checkpoint import resolve_checkpoint, vocab_size
@@ -203,7 +203,7 @@ class GatewayService:
         info.permit.correct(sum(len(token_ids) for token_ids, _ in prompts))
         answers = [""] * len(states)
         if request.stream:
-            answers = [PromptRecord(record, i, len(states), state.echo).to_json() for i, state in enumerate(states)]
+            answers = answers_of(record, [echo for _, echo in prompts])
         adds = [
             self._add_request(state, answer, request, record.response_id, info)
             for state, answer in zip(states, answers, strict=True)

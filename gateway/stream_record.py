@@ -15,6 +15,7 @@ from gateway.errors import ApiError
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.slices import to_json
 from novainfer.errors import InvalidRequestError
+from novainfer.protocol.codec import MAX_TEXT_BYTES
 
 _ID = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})*", re.ASCII)
 
@@ -81,6 +82,20 @@ class PromptRecord:
             raise ApiError(404, "The request with this id is not a stream.", "stream_not_found")
         data = json.loads(text)
         return cls(**{**data, "stream": StreamRecord(**data["stream"])})
+
+
+def answers_of(stream: StreamRecord, echoes: list[str]) -> list[str]:
+    """`AddRequest.answer` of each prompt, given what the stream repeats of it.
+
+    Raises `InvalidRequestError` if they are too long. All of them together may have what one string may: with `Claimed`
+    they come back in one message. A message that its receiver refuses counts as lost, and would end the link again and
+    again.
+    """
+    answers = [PromptRecord(stream, number, len(echoes), echo).to_json() for number, echo in enumerate(echoes)]
+    if sum(len(answer.encode()) for answer in answers) > MAX_TEXT_BYTES:
+        words = f"echo: a stream may repeat at most {MAX_TEXT_BYTES} bytes of its prompts, written as JSON."
+        raise InvalidRequestError(words, param="echo")
+    return answers
 
 
 def parse_event_id(text: str | None, most_tokens: list[int]) -> list[int]:

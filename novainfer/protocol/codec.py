@@ -19,9 +19,10 @@ from novainfer.errors import ProtocolError
 from novainfer.protocol.columns import Column, column_from
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_TEXT_BYTES = 16 * 1024 * 1024  # of one string
 _MAX_ITEMS = 16 * 1024 * 1024
 _LIMITS = {
-    "max_str_len": 16 * 1024 * 1024,
+    "max_str_len": MAX_TEXT_BYTES,
     "max_bin_len": MAX_MESSAGE_BYTES,
     "max_array_len": _MAX_ITEMS,
     "max_map_len": 1024 * 1024,

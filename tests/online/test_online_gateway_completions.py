@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from gateway import params
 from gateway.params import MAX_PROMPT_LOGPROBS
 from novainfer.text.tokenizer import Tokenizer
+from tests.fakes import write_tokenizer
 from tests.online.conftest import Pair
 from tests.online.gateways import start_pair
 
@@ -100,6 +102,32 @@ def test_given_choices_that_would_repeat_too_much_text_when_sent_then_400(
         error = pair.post("/v1/completions", {**body, "n": 41}).json()["error"]
         assert (error["param"], "40 characters" in error["message"]) == ("n", True)
     assert len(pair.scheduler.added) == 2
+
+
+def test_given_an_echo_that_no_message_can_carry_when_streamed_then_400_for_that_request_alone(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model")
+    backend = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    word = "\x01" * 12_000  # six bytes each as JSON
+    backend.add_tokens([tokenizers.AddedToken(word, normalized=False)])
+    backend.save(str(model / "tokenizer.json"))
+    body: dict[str, Any] = {"prompt": [backend.token_to_id(word)] * 240, "echo": True, "max_tokens": 1}
+    scheduler, gateway = start_pair(model, tmp_path / "run", backend.get_vocab_size())
+    scheduler.tokens_before_pause = 1
+    try:
+        with gateway.http() as http:
+            with http.stream("POST", "/v1/completions", json={"prompt": "hello", "stream": True}) as other:
+                refused = http.post("/v1/completions", json={**body, "stream": True})
+                whole = http.post("/v1/completions", json=body)
+                scheduler.tokens_before_pause = None
+                assert other.read().endswith(b"data: [DONE]\n\n")
+            shorter = http.post("/v1/completions", json={**body, "prompt": body["prompt"][:230], "stream": True})
+    finally:
+        gateway.close()
+        scheduler.close()
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
+    assert whole.json()["choices"][0]["text"].startswith(word * 240)
+    assert shorter.text.endswith("data: [DONE]\n\n")
+    assert len(scheduler.hellos) == 1, "the link never broke"
 
 
 def test_given_equal_prompts_when_no_seed_was_chosen_then_their_answers_differ(pair: Pair) -> None:
