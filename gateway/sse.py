@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from json.encoder import encode_basestring  # the C implementation where there is one
 from typing import Protocol
 
@@ -96,7 +97,7 @@ class SseResponse:
         headers: Mapping[str, str],
         stall_seconds: float,
     ) -> None:
-        """stall_seconds: a client that takes nothing for so long is given up."""
+        """stall_seconds: a client that takes nothing of what is sent to it for so long is given up."""
         self._generation = generation
         self._chunks = chunks
         self._last = last
@@ -116,7 +117,7 @@ class SseResponse:
             self._writer.on_stop(self._generation.dam)
         data = b""
         try:
-            async with self._watched():
+            async with self._watched(receive):
                 while not self._generation.finished:
                     data = await self._send_some(send)
                 await self._send_last(send, data + await self._wait_for_last(send), _transport(receive))
@@ -129,15 +130,15 @@ class SseResponse:
                 log.exception("a stream failed")
                 error = EngineError("The server failed during this stream.")
             with contextlib.suppress(TimeoutError, OSError):
-                async with self._watched():
+                async with self._watched(receive):
                     await self._send(send, event(to_api_error(error).body), more=False)
         finally:
             if self._writer is not None:
                 self._writer.on_stop(None)
 
-    def _watched(self) -> Watch:
-        told_at = self._generation.told_at
-        self._watch = Watch(KEEP_ALIVE_SECONDS, self._stall_seconds, self._wake, told_at)
+    def _watched(self, receive: Receive) -> Watch:
+        told_at, unsent = self._generation.told_at, partial(_unsent, receive)
+        self._watch = Watch(KEEP_ALIVE_SECONDS, self._stall_seconds, self._wake, told_at, unsent)
         return self._watch
 
     async def _send_some(self, send: Send) -> bytes:
@@ -206,7 +207,7 @@ class SseResponse:
             transport.set_write_buffer_limits()
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        self._watch.sends_since = self._watch.time()
+        self._watch.begin_send()
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
@@ -222,3 +223,9 @@ def _transport(receive: Receive) -> asyncio.WriteTransport | None:
     """The connection's, of uvicorn, which has no other way to it; None of another server."""
     transport: asyncio.WriteTransport | None = getattr(getattr(receive, "__self__", None), "transport", None)
     return transport
+
+
+def _unsent(receive: Receive) -> int:
+    """Bytes that wait for room in the kernel, which the client makes by reading."""
+    transport = _transport(receive)
+    return 0 if transport is None else transport.get_write_buffer_size()

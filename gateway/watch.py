@@ -12,8 +12,9 @@ from typing import Any
 class Watch:
     """Whether its task waits, or sends, for too long; to be used in one `async with` of that task, and by it alone.
 
-    Set `waits_since` and `sends_since` (`time`; None: it does not) around the one and the other. After
-    `wait_seconds` of a wait `on_wait` is called, again and again; sending for `send_seconds` raises TimeoutError there.
+    Set `waits_since` (`time`; None: it does not) around a wait, `begin_send` and `sends_since = None` around a send.
+    After `wait_seconds` of a wait `on_wait` is called, again and again. A send of which nothing is taken for
+    `send_seconds` raises TimeoutError there.
     """
 
     def __init__(
@@ -22,14 +23,20 @@ class Watch:
         send_seconds: float,
         on_wait: Callable[[], None],
         told_at: Callable[[], float] | None = None,
+        left: Callable[[], int] | None = None,
     ) -> None:
-        """told_at: when the task's client was last told something without it; a wait begins anew then."""
+        """told_at: when the task's client was last told something without it; a wait begins anew then.
+
+        left: bytes that the client has yet to take.
+        """
         self.waits_since: float | None = None
         self.sends_since: float | None = None
         self._wait_seconds = wait_seconds
         self._send_seconds = send_seconds
         self._on_wait = on_wait
         self._told_at = told_at or _never
+        self._left = left or _none
+        self._left_before = 0  # when the send began, or was last looked at
         self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> Watch:
@@ -49,7 +56,7 @@ class Watch:
     ) -> None:
         self._timer.cancel()
         task, self._task, self._on_wait = self._task, None, _nothing  # they may know us: no circle is left
-        self._told_at = _never
+        self._told_at, self._left = _never, _none
         was_ours = self._is_late and task is not None and task.uncancel() <= self._num_cancels
         if was_ours and kind is asyncio.CancelledError:
             raise TimeoutError from error
@@ -58,6 +65,11 @@ class Watch:
     def time() -> float:
         """Of the performance counter, in seconds."""
         return time.perf_counter()
+
+    def begin_send(self) -> None:
+        """What follows is a send, until `sends_since` is None again."""
+        self.sends_since = self.time()
+        self._left_before = self._left()
 
     def _arm(self, now: float) -> None:
         """For the moment when something that goes on, or begins now, may have taken too long."""
@@ -70,10 +82,13 @@ class Watch:
     def _look(self) -> None:
         now = self.time()
         if self.sends_since is not None and now >= self.sends_since + self._send_seconds:
-            self._is_late = True
-            if self._task is not None:
-                self._task.cancel()
-            return
+            left = self._left()
+            if left >= self._left_before:
+                self._is_late = True
+                if self._task is not None:
+                    self._task.cancel()
+                return
+            self.sends_since, self._left_before = now, left  # its client is slow, but there
         if self.waits_since is not None:
             self.waits_since = max(self.waits_since, self._told_at())
             if now >= self.waits_since + self._wait_seconds:
@@ -88,3 +103,7 @@ def _nothing() -> None:
 
 def _never() -> float:
     return 0.0
+
+
+def _none() -> int:
+    return 0

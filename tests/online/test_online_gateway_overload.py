@@ -7,7 +7,9 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -256,15 +258,7 @@ def test_given_a_client_that_reads_nothing_when_its_answer_is_long_then_it_is_cu
     """What it may hold: its connection's buffers, and its own tokens until then."""
     scheduler, gateway = crowded
     scheduler.step_seconds = 0.005 if stream else 0.0
-    gateway.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)  # of the connections it accepts
-    body = {"prompt": "hello", "max_tokens": 200, "n": 12, "logprobs": 20, "stream": stream, "ignore_eos": True}
-    payload = json.dumps(body).encode()
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(30)
-        connection.connect(("127.0.0.1", gateway.port))
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nX-API-Key: key-f\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+    with long_answer(gateway, 12, stream=stream) as connection:
         scheduler.wait_for(lambda: bool(scheduler.cancelled if stream else scheduler.added))
         scheduler.wait_for(lambda: gateway.service.limits.num_live == 0)
         scheduler.wait_for(lambda: not gateway.server.server_state.connections)
@@ -275,6 +269,36 @@ def test_given_a_client_that_reads_nothing_when_its_answer_is_long_then_it_is_cu
         length = re.search(rb"content-length: (\d+)", data)
         assert length is not None
         assert len(data) < int(length[1])
+
+
+def test_given_a_client_that_reads_slowly_but_steadily_when_its_stream_is_long_then_it_gets_all_of_it(
+    crowded: Crowded,
+) -> None:
+    """For one part of it that is sent, it needs longer than one that reads nothing has."""
+    _, gateway = crowded
+    data = b""
+    with long_answer(gateway, 4, stream=True) as connection:
+        while part := connection.recv(4096):
+            data += part
+            if b"[DONE]" in data[-100:]:
+                break
+            time.sleep(0.02)  # its pace
+    assert b"[DONE]" in data[-100:]
+
+
+@contextmanager
+def long_answer(gateway: GatewayThread, n: int, *, stream: bool) -> Iterator[socket.socket]:
+    """A connection with small buffers on which a long answer comes, with `n` choices."""
+    gateway.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)  # of the connections it accepts
+    body = {"prompt": "hello", "max_tokens": 200, "n": n, "logprobs": 20, "stream": stream, "ignore_eos": True}
+    payload = json.dumps(body).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", gateway.port))
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nX-API-Key: key-f\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+        yield connection
 
 
 def read_to_the_end(connection: socket.socket) -> bytes:

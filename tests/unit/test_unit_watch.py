@@ -14,10 +14,10 @@ pytestmark = [pytest.mark.unit, pytest.mark.stage1]
 async def _send_for_ever(watch: Watch) -> None:
     async with watch:
         for _ in range(3):  # each has the whole time
-            watch.sends_since = watch.time()
+            watch.begin_send()
             await asyncio.sleep(0)
             watch.sends_since = None
-        watch.sends_since = watch.time()
+        watch.begin_send()
         await asyncio.Event().wait()
 
 
@@ -30,6 +30,19 @@ def test_given_a_send_that_does_not_end_when_its_time_is_over_then_it_raises_and
         return -1 if task is None else task.cancelling()
 
     assert asyncio.run(main()) == 0
+
+
+def test_given_a_send_of_which_some_was_taken_when_its_time_is_over_then_it_has_all_of_it_again() -> None:
+    left = [9, 7, 4, 4]
+
+    async def send() -> None:
+        async with Watch(60.0, 0.005, lambda: None, left=lambda: left.pop(0)) as watch:
+            watch.begin_send()
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(send())
+    assert left == []
 
 
 def test_given_a_wait_that_goes_on_when_its_time_is_over_then_it_is_told_so_again_and_again() -> None:
