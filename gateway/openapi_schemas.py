@@ -53,7 +53,7 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
     fields = {
         "ChatRequest": _sampling(bounds) | _chat(),
         "CompletionRequest": _sampling(bounds) | _completion(bounds),
-        "TokenizeRequest": {"messages": _MESSAGES, "tools": _TOOLS, "chat_template_kwargs": _TEMPLATE_KWARGS},
+        "TokenizeRequest": _RENDERED,
         "DetokenizeRequest": {"tokens": _array(_integer(0, bounds.num_texts - 1))},
     }
     for kind, schema in schemas.items():
@@ -155,15 +155,19 @@ _TEMPLATE_KWARGS: Schema = {
     "maxProperties": MAX_TEMPLATE_KWARGS,
 }
 
+_RENDERED: dict[str, Schema] = {
+    "messages": _MESSAGES,
+    "tools": _TOOLS,
+    "tool_choice": {"enum": ["auto", "none", None]},
+    "chat_template_kwargs": _TEMPLATE_KWARGS,
+}
+
 
 def _chat() -> dict[str, Schema]:
     return {
-        "messages": _MESSAGES,
-        "tools": _TOOLS,
+        **_RENDERED,
         "modalities": _array({"const": "text"}, 1, 1),
-        "tool_choice": {"enum": ["auto", "none", None]},
         "response_format": {"type": "object", "properties": {"type": {"const": "text"}}},
-        "chat_template_kwargs": _TEMPLATE_KWARGS,
     }
 
 

@@ -166,6 +166,9 @@ class TokenizeRequest(_Body):
     continue_final_message: bool = False
     chat_template_kwargs: TemplateKwargs = _empty(dict)
     tools: Tools = _empty(list)
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    documents: Items[dict[str, Any]] | None = None
 
 
 class DetokenizeRequest(_Body):

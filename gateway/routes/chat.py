@@ -34,7 +34,7 @@ def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> Rend
     add_prompt = request.add_generation_prompt
     if add_prompt is None:
         add_prompt = not request.continue_final_message
-    tools = request.tools if getattr(request, "tool_choice", None) != "none" else []
+    tools = request.tools if request.tool_choice != "none" else []
     chat = {"messages": messages, "tools": tools, "template_kwargs": _template_kwargs(request)}
     return RenderJob(
         "messages",
@@ -51,10 +51,15 @@ def refuse_unsupported(request: ChatRequest) -> None:
     kind = (request.response_format or {}).get("type", "text")
     if kind != "text":
         raise InvalidRequestError("Only the response_format 'text' is supported yet.", param="response_format")
-    if request.tool_choice not in (None, "auto", "none"):
-        raise InvalidRequestError("Only tool_choice 'auto' and 'none' are supported yet.", param="tool_choice")
+    refuse_tool_choice(request)
     if request.modalities != ["text"]:
         raise InvalidRequestError("Only the modality 'text' is supported.", param="modalities")
+
+
+def refuse_tool_choice(request: ChatRequest | TokenizeRequest) -> None:
+    """Refuse one that would need constrained output."""
+    if request.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequestError("Only tool_choice 'auto' and 'none' are supported yet.", param="tool_choice")
 
 
 def _check_roles(messages: list[dict[str, Any]]) -> None:
@@ -65,5 +70,5 @@ def _check_roles(messages: list[dict[str, Any]]) -> None:
 
 
 def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    extras = {name: getattr(request, name, None) for name in ("reasoning_effort", "documents")}
+    extras = {"reasoning_effort": request.reasoning_effort, "documents": request.documents}
     return {**{name: value for name, value in extras.items() if value is not None}, **request.chat_template_kwargs}

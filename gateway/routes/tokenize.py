@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from gateway.routes.chat import chat_job
+from gateway.routes.chat import chat_job, refuse_tool_choice
 from gateway.routes.endpoint import Call, json_response
 from gateway.schemas import DetokenizeRequest, TokenizeRequest
 from gateway.text_jobs import DecodeJob, EncodeJob, pack_ids
@@ -19,6 +19,7 @@ async def tokenize(call: Call) -> Response:
     prompt = request.prompt
     if (prompt is None) == (request.messages is None):
         raise InvalidRequestError("Give either prompt or messages.", param="prompt")
+    refuse_tool_choice(request)
     with service.admit(call.info):
         if prompt is None:
             (token_ids,) = await call.encode(chat_job(request, service.max_model_len))

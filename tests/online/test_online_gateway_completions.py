@@ -12,7 +12,7 @@ import tokenizers
 from gateway import params
 from gateway.params import MAX_PROMPT_LOGPROBS
 from novainfer.text.tokenizer import Tokenizer
-from tests.fakes import write_tokenizer
+from tests.fakes import CHATML, write_tokenizer
 from tests.online.conftest import Pair
 from tests.online.gateways import start_pair
 
@@ -162,6 +162,32 @@ def test_given_messages_when_tokenized_then_they_are_rendered(pair: Pair) -> Non
     answer = pair.post("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}).json()
     rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert answer["tokens"] == pair.tokenizer.encode(rendered)
+
+
+def test_given_what_a_chat_tells_its_template_when_tokenized_then_it_counts_and_is_not_named_as_ignored(
+    tmp_path: Path,
+) -> None:
+    template = "{{ reasoning_effort }} {{ documents }} {{ tools | length if tools else 0 }}" + CHATML
+    model = write_tokenizer(tmp_path / "model", template=template)
+    scheduler, gateway = start_pair(model, tmp_path / "run", Tokenizer.load(model).vocab_size)
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f"}}]}
+    asked: list[dict[str, Any]] = [{}, {"reasoning_effort": "low"}, {"documents": [{"a": 1}]}, {"tool_choice": "none"}]
+    wrong: list[dict[str, Any]] = [{"reasoning_effort": 1}, {"documents": "x"}, {"tool_choice": "required"}]
+    try:
+        with gateway.http() as http:
+            told = [http.post("/tokenize", json={**chat, **more}) for more in asked]
+            for more in asked:
+                http.post("/v1/chat/completions", json={**chat, **more, "max_tokens": 1})
+            refused = [http.post("/tokenize", json={**chat, **more}) for more in wrong]
+    finally:
+        gateway.close()
+        scheduler.close()
+    assert not any("x-novainfer-ignored" in answer.headers for answer in told)
+    tokens = [answer.json()["tokens"] for answer in told]
+    assert tokens == [request.prompt_token_ids for request in scheduler.added]
+    assert all(tokens.count(one) == 1 for one in tokens)
+    params = [(answer.status_code, answer.json()["error"]["param"]) for answer in refused]
+    assert params == [(400, name) for more in wrong for name in more]
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, {"prompt": 1}])
