@@ -89,14 +89,14 @@ class Call:
         return request.receipt or b"true" in asked
 
     async def encode(self, job: RenderJob | EncodeJob) -> list[list[int]]:
-        """Token ids of each prompt; see `_prepare`."""
-        return [unpack_ids(part) for part in await self._prepare(job)]
+        """Token ids of each prompt; see `prepare`."""
+        return [unpack_ids(part) for part in await self.prepare(job)]
 
     async def decode(self, job: DecodeJob) -> list[str]:
-        """The text of each list of ids; see `_prepare`."""
-        return [str(part, "utf-8") for part in await self._prepare(job)]
+        """The text of each list of ids; see `prepare`."""
+        return [str(part, "utf-8") for part in await self.prepare(job)]
 
-    async def _prepare(self, job: Job) -> list[bytes]:
+    async def prepare(self, job: Job) -> list[bytes]:
         """Have a text process do it. Raises `InvalidRequestError`, `EngineError`, `DeadlineError` if the request's time
         is over before, and `ClientGone`.
         """

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.responses import Response
 
 from gateway.routes.chat import chat_job, refuse_tool_choice
-from gateway.routes.endpoint import Call, json_response
+from gateway.routes.endpoint import Call
 from gateway.schemas import DetokenizeRequest, TokenizeRequest
-from gateway.text_jobs import DecodeJob, EncodeJob, pack_ids
+from gateway.slices import PART_BYTES, SlicedResponse, Slices, Written, to_json, write_object
+from gateway.text_jobs import DecodeJob, EncodeJob, RenderJob, pack_ids
 from novainfer.errors import InvalidRequestError
+
+PART_IDS = 2048  # that are written at once
 
 
 async def tokenize(call: Call) -> Response:
@@ -22,19 +27,30 @@ async def tokenize(call: Call) -> Response:
     refuse_tool_choice(request)
     with service.admit(call.info):
         if prompt is None:
-            (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
+            job: RenderJob | EncodeJob = chat_job(request, service.max_model_len)
         else:
-            special = request.add_special_tokens is not False
-            (token_ids,) = await call.encode(EncodeJob("prompt", [prompt.encode()], special))
-    limits = service.client.limits
-    strings = [service.tokenizer.token(token_id) for token_id in token_ids] if request.return_token_strs else None
-    answer = {
-        "count": len(token_ids),
-        "max_model_len": limits.max_model_len if limits is not None else 0,
-        "tokens": token_ids,
-        "token_strs": strings,
-    }
-    return json_response(answer, headers)
+            job = EncodeJob("prompt", [prompt.encode()], request.add_special_tokens is not False)
+        (packed,) = await call.prepare(job)
+        ids = memoryview(packed).cast("i")
+        answer = {
+            "count": len(ids),
+            "max_model_len": service.max_model_len,
+            "tokens": await write_each(ids, int),
+            "token_strs": await write_each(ids, service.tokenizer.token) if request.return_token_strs else None,
+        }
+        return await SlicedResponse.of(write_object(answer), headers)
+
+
+async def write_each(ids: memoryview, told: Callable[[int], int | str | None]) -> Written:
+    """A JSON list of what is `told` of each id, written in slices: a body of digits makes millions of tokens."""
+    slices = Slices()
+    written = Written(["["])
+    for start in range(0, len(ids), PART_IDS):
+        part = to_json([*map(told, ids[start : start + PART_IDS])])
+        written += ["," if start else "", part[1:-1]]
+        await slices.pause()
+    written.append("]")
+    return written
 
 
 async def detokenize(call: Call) -> Response:
@@ -42,8 +58,19 @@ async def detokenize(call: Call) -> Response:
     service = call.service
     request, headers = await call.parse(DetokenizeRequest)
     service.check_model(request.model)
-    if any(token_id >= service.num_token_ids for token_id in request.tokens):
+    if max(request.tokens, default=0) >= service.num_token_ids:
         raise InvalidRequestError("tokens holds an id that neither the model nor its tokenizer has.", param="tokens")
     with service.admit(call.info):
         (text,) = await call.decode(DecodeJob("tokens", [pack_ids(request.tokens)], skip_special_tokens=False))
-    return json_response({"prompt": text}, headers)
+        return await SlicedResponse.of(write_object({"prompt": await _write_text(text)}), headers)
+
+
+async def _write_text(text: str) -> Written:
+    """As a JSON string, in slices."""
+    slices = Slices()
+    written = Written(['"'])
+    for start in range(0, len(text), PART_BYTES):
+        written.append(to_json(text[start : start + PART_BYTES])[1:-1])
+        await slices.pause()
+    written.append('"')
+    return written

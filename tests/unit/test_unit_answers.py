@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from starlette.types import Message
 
 from gateway import generation as generation_module
@@ -16,10 +20,12 @@ from gateway.context import RequestInfo
 from gateway.engine_metrics import ClientView
 from gateway.generation import SLICE_ENTRIES, Generation, PromptState
 from gateway.metrics import GatewayMetrics
+from gateway.routes.tokenize import detokenize, tokenize
 from gateway.schemas import ChatRequest, CompletionRequest
-from gateway.slices import SlicedResponse
+from gateway.slices import PART_BYTES, SlicedResponse
 from gateway.sse import SseResponse
 from gateway.stream_record import StreamRecord
+from gateway.text_jobs import pack_ids
 from novainfer.client.output import ChoiceDelta
 from novainfer.client.stream import RequestStream
 from novainfer.protocol.messages import EngineInfo, Logprobs, PromptLogprobs, TokenOutput
@@ -191,3 +197,63 @@ def test_given_many_choices_when_their_prompt_is_told_in_each_then_it_is_describ
 
     asyncio.run(ask())
     assert described == PROMPT[1:]
+
+
+MANY = list(range(300)) * 300
+TEXT = 'é "\n\u2028' * 100_000
+
+
+class Call:
+    """One of `/tokenize` or `/detokenize`, for which a text process had very much to tell."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.info = RequestInfo("r")
+        self.service: Any = SimpleNamespace(
+            check_model=str,
+            admit=nullcontext,
+            tokenizer=tokenizer,
+            max_model_len=256,
+            num_token_ids=300,
+            client=SimpleNamespace(limits=None),
+        )
+
+    async def parse(self, kind: type[BaseModel]) -> tuple[BaseModel, dict[str, str]]:
+        return kind.model_validate({"prompt": "x", "return_token_strs": True, "tokens": MANY}), {"x-a": "b"}
+
+    async def prepare(self, job: object) -> list[bytes]:
+        return [pack_ids(MANY)]
+
+    async def decode(self, job: object) -> list[str]:
+        return [TEXT]
+
+
+async def body_of(answer: Awaitable[Any]) -> bytes:
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    await (await answer)({"type": "http"}, _no_message, send)
+    return b"".join(sent)
+
+
+def test_given_a_text_of_very_many_tokens_when_they_are_told_then_others_have_their_turns_all_the_while(
+    tokenizer: Tokenizer,
+) -> None:
+    async def main() -> tuple[int, int]:
+        call: Any = Call(tokenizer)
+        bodies: list[bytes] = []
+
+        async def told(answer: Awaitable[Any]) -> None:
+            bodies.append(await body_of(answer))
+
+        turns = await turns_of_others(told(tokenize(call))), await turns_of_others(told(detokenize(call)))
+        strings = [tokenizer.token(token_id) for token_id in MANY]
+        expected = {"count": len(MANY), "max_model_len": 256, "tokens": MANY, "token_strs": strings}
+        assert json.loads(bodies[0]) == expected
+        assert json.loads(bodies[1]) == {"prompt": TEXT}
+        return turns
+
+    tokenized, detokenized = asyncio.run(main())
+    assert tokenized > 5 * len(MANY) // 2048, "ids and spellings are written, and both encoded, in parts; some are sent"
+    assert detokenized > 3 * len(TEXT) // PART_BYTES, "written, encoded and sent"
