@@ -38,6 +38,7 @@ from novainfer.errors import (
     OverloadedError,
     ProtocolError,
 )
+from novainfer.protocol.codec import MAX_MESSAGE_BYTES
 from novainfer.text.chat_template import RENDER_SECONDS
 from novainfer.transport.zygote import ZygoteProcess
 
@@ -51,7 +52,8 @@ UNWANTED_LIMIT = 0.25  # seconds of a job that nobody waits for any more; few ar
 START_LIMIT = 30.0  # seconds, for a zygote that has to read its files first
 JOB_ATTEMPTS = 2  # at a job whose process died
 START_ATTEMPTS = 3  # at a process that is ready; the zygote may have to be started first
-RETRY_SECONDS = 1.0  # for a client, when no process can be started
+MAX_HELD_BYTES = 2 * MAX_MESSAGE_BYTES  # of the jobs in a lane: `ByteBudget` has let go of what was read
+RETRY_SECONDS = 1.0  # for a client, when no process can be started, or its lane is full
 _LANES = (False, True)  # whether it is for long texts
 
 
@@ -90,7 +92,7 @@ class TextProcesses:
             lane.prepare()
 
     def submit(self, job: Job, *, is_long: bool) -> Turn:
-        """Put a job into its lane. Raises `InvalidRequestError` if it is too large."""
+        """Put it into its lane. Raises `InvalidRequestError` if it is too large, `OverloadedError` if its lane is."""
         return self._lanes[is_long].submit(job)
 
     def close(self) -> None:
@@ -122,8 +124,10 @@ class Turn:
             self.frame = to_frame(job)
         except ProtocolError:
             raise InvalidRequestError("The text of this request is too large.", param=job.param) from None
+        lane.hold(len(self.frame))
         self.task = asyncio.ensure_future(lane.run(self))
         self.task.add_done_callback(_look_at)
+        self.task.add_done_callback(lambda _: lane.let_go(len(self.frame)))
 
     def abandon(self) -> None:
         """Nobody waits for it any more."""
@@ -149,11 +153,12 @@ def _look_at(task: asyncio.Task[list[bytes]]) -> None:
 class Lane:
     """One text process and the jobs for it, first come, first served. A process that is lost is replaced at once.
 
-    turn: the one that it is at.
+    turn: the one that it is at.   num_bytes: of all jobs that are here.
     """
 
     def __init__(self, zygote: ZygoteProcess, count: Callable[[str], None], *, is_long: bool) -> None:
         self.turn: Turn | None = None
+        self.num_bytes = 0
         self._number = int(is_long)
         self._is_long = is_long
         self._zygote = zygote
@@ -173,8 +178,18 @@ class Lane:
         self._socket.setblocking(False)
 
     def submit(self, job: Job) -> Turn:
-        """Put a job behind those that are there."""
+        """Put a job behind those that are there. See `TextProcesses.submit`."""
         return Turn(self, job)
+
+    def hold(self, count: int) -> None:
+        """Have so many bytes more here. Raises `OverloadedError` where there is no room."""
+        if self.num_bytes + count > MAX_HELD_BYTES:
+            raise OverloadedError("Too much text waits to be prepared. Please retry later.", retry_after=RETRY_SECONDS)
+        self.num_bytes += count
+
+    def let_go(self, count: int) -> None:
+        """Of bytes that were held: their job is over."""
+        self.num_bytes -= count
 
     def close(self) -> None:
         """No more jobs. One that is being done ends with an error."""

@@ -213,6 +213,27 @@ def test_given_a_client_that_leaves_when_its_text_still_waits_then_no_process_se
     texts.wait_idle()
 
 
+def test_given_texts_that_wait_when_their_lane_has_no_room_then_503_until_one_is_done(
+    texts: Texts, pool: ThreadPoolExecutor, stoppable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = texts.lanes[0]
+    texts.process("0").suspend()
+    held = [pool.submit(ask, texts, SHORT)]
+    texts.wait_until_given()
+    monkeypatch.setattr(text_process, "MAX_HELD_BYTES", 2 * lane.num_bytes)
+    held.append(pool.submit(ask, texts, SHORT))
+    texts.wait_until_queued(1)
+    for path, body in ((CHAT, SHORT), ("/tokenize", {"messages": SHORT["messages"]})):
+        refused = texts.post(path, body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+    assert texts.http.post(CHAT, json=LONG).status_code == 200, "the other lane has room of its own"
+    texts.process("0").resume()
+    assert [answer.result().status_code for answer in held] == [200, 200]
+    assert ask(texts, SHORT).status_code == 200
+    assert lane.num_bytes == 0
+
+
 def test_given_a_process_that_is_killed_when_it_works_then_its_job_is_done_by_the_next(
     texts: Texts, pool: ThreadPoolExecutor, stoppable: None
 ) -> None:
