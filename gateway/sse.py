@@ -207,7 +207,7 @@ class SseResponse:
             transport.set_write_buffer_limits()
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        self._watch.begin_send()
+        self._watch.begin_send(len(data))
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})

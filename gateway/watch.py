@@ -66,10 +66,10 @@ class Watch:
         """Of the performance counter, in seconds."""
         return time.perf_counter()
 
-    def begin_send(self) -> None:
-        """What follows is a send, until `sends_since` is None again."""
+    def begin_send(self, size: int = 0) -> None:
+        """What follows is a send of so many bytes, until `sends_since` is None again."""
         self.sends_since = self.time()
-        self._left_before = self._left()
+        self._left_before = self._left() + size
 
     def _arm(self, now: float) -> None:
         """For the moment when something that goes on, or begins now, may have taken too long."""

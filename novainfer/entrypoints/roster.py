@@ -148,9 +148,8 @@ class Roster:
 
     def is_hopeless(self) -> bool:
         """None serves, and each that is to stay has died too often: one that cannot start takes nobody down."""
-        limit = self._config.server.max_restarts
-        staying = [replica for replica in self if replica.fate != LEAVE]
-        return all(replica.num_deaths > limit for replica in staying) and not any(replica.serves for replica in self)
+        least = min((replica.num_deaths for replica in self if replica.fate != LEAVE), default=0)
+        return least > self._config.server.max_restarts and not any(replica.serves for replica in self)
 
     # -- draining -----------------------------------------------------------------------------------------------
 

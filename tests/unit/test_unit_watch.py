@@ -33,11 +33,11 @@ def test_given_a_send_that_does_not_end_when_its_time_is_over_then_it_raises_and
 
 
 def test_given_a_send_of_which_some_was_taken_when_its_time_is_over_then_it_has_all_of_it_again() -> None:
-    left = [9, 7, 4, 4]
+    left = [1, 7, 4, 4]  # eight more, of one that may have been large: one of nine was taken, then three, then none
 
     async def send() -> None:
         async with Watch(60.0, 0.005, lambda: None, left=lambda: left.pop(0)) as watch:
-            watch.begin_send()
+            watch.begin_send(8)
             await asyncio.Event().wait()
 
     with pytest.raises(TimeoutError):
