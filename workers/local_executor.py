@@ -57,6 +57,14 @@ class LocalExecutor:
                 self._launched.append(pending)
         return self._launched.popleft().finish() if self._launched else None
 
+    def start_anew(self) -> None:
+        """See `OwnExecutor`. What a device still computes of steps that were launched comes before all that follows."""
+        if self._worker is None:
+            raise EngineError("the executor is closed")
+        self._plans.clear()
+        self._launched.clear()
+        self._worker.runner.drop_rows()
+
     def record_graphs(self) -> None:
         """Record all CUDA graphs, which a server does while it idles; nothing where there are none."""
         while self._worker is not None and self._worker.runner.use_idle_time():

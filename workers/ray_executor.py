@@ -44,12 +44,14 @@ class RayExecutor:
             parts.callback(context.term)
             self._group = RayWorkerGroup(config, run_dir)
             parts.callback(self._group.stop)
+            self._epoch = self._first_epoch = epoch
+            self._stall_timeout = config.server.stall_timeout
             world_size = config.parallel.tensor_parallel_size
             self._ranks = ZmqExecutor(run_dir.workers(0), world_size=world_size, epoch=epoch, context=context)
             parts.callback(self._ranks.close)
             deadline = time.monotonic() + config.server.start_timeout
             self._group.start(epoch, is_wanted=lambda: time.monotonic() < deadline)
-            self._wait_ready(deadline)
+            self._wait_ready(deadline, "the ranks have not loaded within --start-timeout")
         except BaseException:
             self.close()
             raise
@@ -74,14 +76,26 @@ class RayExecutor:
                 return result
             self._check_alive()
 
+    def start_anew(self) -> None:
+        """See `OwnExecutor`: the ranks take us for another scheduler, and end what the one before has asked for.
+
+        One that was not sent a plan that others have got leaves them waiting for it: then this fails.
+        """
+        if not self._end.alive:
+            raise EngineError("the executor is closed")
+        self._epoch += 1
+        self._ranks.expect(self._epoch, group=self._first_epoch)
+        deadline = time.monotonic() + self._stall_timeout
+        self._wait_ready(deadline, "the ranks have not ended a step that was broken off within --stall-timeout")
+
     def close(self) -> None:
         """End the ranks and Ray (idempotent)."""
         self._end()
 
-    def _wait_ready(self, deadline: float) -> None:
+    def _wait_ready(self, deadline: float, too_late: str) -> None:
         while self._ranks.try_ready() is None:
             if time.monotonic() > deadline:
-                raise EngineError("the ranks have not loaded within --start-timeout")
+                raise EngineError(too_late)
             self._ranks.socket.poll(int(_LIVENESS_INTERVAL * 1000))
             self._check_alive()
 

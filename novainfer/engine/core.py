@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from novainfer.config import ServeConfig
+from novainfer.errors import EngineError
 from novainfer.executor.base import Executor
 from novainfer.protocol.messages import AddRequest, TokenOutput
 from novainfer.protocol.step import IndexedBlock
@@ -67,10 +68,15 @@ class EngineCore:
         return count
 
     def collect(self, timeout: float | None) -> StepOutputs | None:
-        """Wait up to `timeout` seconds (None = for ever) for the oldest step; None if none came or none is out."""
+        """Wait up to `timeout` seconds (None = for ever) for the oldest step; None if none came or none is out.
+
+        Raises `EngineError` if the workers failed, or know nothing of a step that is out.
+        """
         if self.scheduler.num_in_flight == 0:
             return None
         result = self._executor.collect(timeout)
+        if result is None and timeout is None:
+            raise EngineError(f"{self.scheduler.num_in_flight} steps are out, but the workers have none to answer")
         self._look_at_the_clock()
         return None if result is None else self.scheduler.update(result)
 

@@ -20,7 +20,7 @@ from novainfer.config import DEMO_MODEL, ServeConfig, check
 from novainfer.engine.core import EngineCore
 from novainfer.entrypoints.options import OPTIONS, build_config, parse_yaml_value
 from novainfer.errors import ConfigError, InvalidRequestError
-from novainfer.executor.base import Executor
+from novainfer.executor.base import OwnExecutor
 from novainfer.protocol.messages import AddRequest, Logprobs, TokenOutput
 from novainfer.sampling.params import MAX_SEED, SamplingParams
 from novainfer.text.chat_template import ChatTemplate
@@ -66,12 +66,16 @@ class LLM:
         self.tokenizer.check_fits(vocab_size(folder))
         use_ray = executor == "ray" or self.config.parallel.tensor_parallel_size > 1
         self._executor = _ray_executor(self.config) if use_ray else _local_executor(self.config)
-        self._engine = EngineCore(self._executor, self.config, clock=time.monotonic)
+        self._engine = self._new_engine()
+        self._is_broken_off = False  # a step was: the engine may be amid a change, and waits for what never comes
         num_ids = self._executor.info.vocab_size  # an id beyond it is never sampled
         self._eos_token_ids = [i for i in self.tokenizer.eos_token_ids if i < num_ids]
         self._live: dict[str, _Live] = {}
         self._ended: list[dict[str, Any]] = []  # results that `step` has not returned yet
         self._numbers = count()
+
+    def _new_engine(self) -> EngineCore:
+        return EngineCore(self._executor, self.config, clock=time.monotonic)
 
     @property
     def mode(self) -> str:
@@ -151,6 +155,8 @@ class LLM:
         token_ids = self.tokenizer.encode(_checked_text(prompt)) if isinstance(prompt, str) else _checked_ids(prompt)
         eos = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         message = AddRequest(f"offline-{next(self._numbers)}", token_ids, params, list(eos))
+        if self._is_broken_off:
+            self._start_anew()
         self._engine.add(message, time.monotonic())
         choices = [ChoiceOutput(self.tokenizer, params, c, after_prompt=after_prompt) for c in range(params.n)]
         self._live[message.request_id] = _Live(message, choices, on_token, [[] for _ in choices])
@@ -160,12 +166,26 @@ class LLM:
         """Run the engine until one step has come back; returns the requests that ended with it.
 
         If `on_token` raises, its request is cancelled, and the exception raised once all others have their tokens; what
-        ended with that step is returned by the next one.
+        ended with that step is returned by the next one. Whatever else a step raises (Ctrl-C, `EngineError`), the next
+        one goes on with all requests from the tokens that they have; if the workers cannot, it raises `EngineError`.
         """
+        if self._is_broken_off:
+            self._start_anew()
+        try:
+            fault = self._run_step()
+        except BaseException:
+            self._is_broken_off = True
+            raise
+        if fault is not None:
+            raise fault
+        return self._take_ended()
+
+    def _run_step(self) -> BaseException | None:
+        """A step, and its tokens to their requests; the first thing that an `on_token` has raised."""
         self._engine.submit()
         step = self._engine.collect(None)
         if step is None:
-            return self._take_ended()
+            return None
         for item in step.prompt_logprobs:
             live = self._live.get(item.request_id)
             if live is not None:
@@ -178,9 +198,22 @@ class LLM:
             except BaseException as error:  # the caller's own, Ctrl-C in it as well
                 fault = fault or error
                 self.cancel(output.request_id)
-        if fault is not None:
-            raise fault
-        return self._take_ended()
+        return fault
+
+    def _start_anew(self) -> None:
+        """Another engine goes on with the live requests, as one does for a gateway that has lost its scheduler."""
+        self._executor.start_anew()
+        self._engine = self._new_engine()
+        for request_id, live in self._live.items():
+            emitted = [list(choice.token_ids) for choice in live.choices]
+            message = replace(live.message, emitted=emitted)
+            if any(emitted):
+                message = replace(message, num_cached_tokens=live.num_cached_tokens)
+            self._engine.add(message, time.monotonic())
+            for choice in live.choices:
+                if choice.finish_reason is not None:
+                    self._engine.cancel(request_id, choice.choice)
+        self._is_broken_off = False
 
     def _take_ended(self) -> list[dict[str, Any]]:
         ended, self._ended = self._ended, []
@@ -188,7 +221,8 @@ class LLM:
 
     def cancel(self, request_id: str) -> None:
         """Forget a request; unknown ones are fine."""
-        self._engine.cancel(request_id)
+        if not self._is_broken_off:
+            self._engine.cancel(request_id)
         self._live.pop(request_id, None)
         self._ended = [result for result in self._ended if result["request_id"] != request_id]
 
@@ -271,13 +305,13 @@ def config_from_options(options: dict[str, Any]) -> ServeConfig:
     return build_config(values)
 
 
-def _local_executor(config: ServeConfig) -> Executor:
+def _local_executor(config: ServeConfig) -> OwnExecutor:
     from workers.local_executor import LocalExecutor
 
     return LocalExecutor(config)
 
 
-def _ray_executor(config: ServeConfig) -> Executor:
+def _ray_executor(config: ServeConfig) -> OwnExecutor:
     from workers.ray_executor import RayExecutor
 
     return RayExecutor(config)

@@ -47,6 +47,18 @@ class Executor(Protocol):
         ...
 
 
+class OwnExecutor(Executor, Protocol):
+    """An executor whose owner may break a step off, and go on."""
+
+    def start_anew(self) -> None:
+        """Forget every plan, result and row, whatever was going on; `info` may be of another epoch then.
+
+        May wait for steps that run. Raises `EngineError` if the workers cannot go on, or are still not known to do
+        nothing: then nothing may be submitted before another call has returned.
+        """
+        ...
+
+
 class GroupExecutor(Executor, Protocol):
     """An executor whose workers come later than itself, and may be replaced."""
 

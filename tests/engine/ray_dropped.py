@@ -8,12 +8,15 @@ from __future__ import annotations
 import gc
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 
 from novainfer import LLM, SamplingParams
 from novainfer.errors import ConfigError
+from novainfer.executor.zmq_executor import ZmqExecutor
 
 OPTIONS = {"executor": "ray", "device": "cpu", "num_blocks": 16, "max_model_len": 64, "max_num_seqs": 2}
 LEFT: list[LLM] = []
@@ -43,6 +46,9 @@ def main() -> None:
     except ConfigError as error:
         print(error, flush=True)
     print("the same text:", answer(llm) == first, flush=True)
+    with patch.object(ZmqExecutor, "collect", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+        answer(llm)  # a step is out
+    print("after Ctrl-C:", answer(llm) == first, flush=True)
     if sys.argv[1] == "left":
         LEFT.append(llm)
 

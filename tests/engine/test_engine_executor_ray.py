@@ -148,9 +148,10 @@ def test_given_offline_engines_that_nobody_ends_when_they_are_dropped_or_left_th
     environ = {**os.environ, "TMPDIR": temp_dir}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=4 * WAIT)
     assert done.returncode == 0, done.stderr
-    dropped, refused, answered = done.stdout.splitlines()
+    dropped, refused, answered, went_on = done.stdout.splitlines()
     assert dropped == "dropped 0 0"
     assert refused.startswith("this process uses Ray already")
     assert answered == "the same text: True"
+    assert went_on == "after Ctrl-C: True"
     assert "Traceback" not in done.stderr
     assert list(Path(temp_dir).glob("novainfer-*")) == []
