@@ -188,8 +188,7 @@ class Replica:
         elif isinstance(message, AddRequest):
             self._add(engine, identity, message, now)
         elif isinstance(message, CancelRequest):
-            if self._owner.get(message.request_id) == identity:
-                self._cancel(engine, gateway, message)
+            self._cancel(engine, identity, message)
         elif isinstance(message, Told):
             gateway.told(message.request_id)
         elif isinstance(message, CancelAlias):
@@ -249,10 +248,11 @@ class Replica:
                 gateway.live[request_id] = engine.scheduler.requests[request_id]
             self._publish(ended)
 
-    def _cancel(self, engine: EngineCore, gateway: GatewayLink, message: CancelRequest) -> None:
-        self._publish(engine.cancel(message.request_id, message.choice, complete=message.complete))
-        if not message.complete and not self._is_live(message.request_id):
-            gateway.told(message.request_id)
+    def _cancel(self, engine: EngineCore, identity: bytes, message: CancelRequest) -> None:
+        if self._owner.get(message.request_id) == identity:
+            self._publish(engine.cancel(message.request_id, message.choice, complete=message.complete))
+        if not message.complete and message.choice < 0:  # also if it has just ended: nobody reads it any more
+            self._gateways[identity].told(message.request_id)
 
     def _cancel_alias(self, engine: EngineCore, message: CancelAlias) -> bool:
         found = _with_alias(engine, message)
