@@ -141,7 +141,6 @@ class _Mapped:
             mapped = cls(pages, entries)
             if _sum_of(mapped._bytes(0, data_bytes)) != checksum:
                 raise ValueError("its checksum is wrong")
-            os.utime(path)  # who was used last goes last
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -149,6 +148,8 @@ class _Mapped:
             with suppress(OSError):
                 path.unlink()
             return None
+        with suppress(OSError):  # another user's, or on a disk that is only read
+            os.utime(path)  # who was used last goes last
         return mapped
 
     def tensor(self, number: int, kind: Kind) -> Tensor | None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -253,6 +254,15 @@ def test_folder_given_a_limit_when_more_is_kept_then_what_was_not_used_for_longe
     assert names(folder) == {"a.weights", "c.weights", "d.weights"}
     kept(folder, "e", 2 * MIB, limit=3 * MIB)
     assert names(folder) == {"e.weights"}
+
+
+def test_file_given_that_it_may_be_read_alone_when_opened_then_it_is_mapped_and_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(folder, "a", MIB)
+    monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError))
+    assert WeightFile(folder, "a", MIB).mapped_bytes
+    assert names(folder) == {"a.weights"}
 
 
 def test_folder_given_files_of_writers_when_one_is_dead_then_its_file_goes_and_the_others_stay(folder: Path) -> None:
