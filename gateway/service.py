@@ -216,7 +216,7 @@ class GatewayService:
             self.metrics,
             engine=engine,
             info=info,
-            after_prompt=isinstance(request, CompletionRequest),
+            after_prompt=record.after_prompt,
         )
 
     def receipts(self, generation: Generation, model: str) -> Receipts:

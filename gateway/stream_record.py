@@ -22,7 +22,10 @@ _ID = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """One stream. `created` in Unix seconds; `model` is the name that the client used."""
+    """One stream. `created` in Unix seconds; `model` is the name that the client used.
+
+    after_prompt: its text goes on from the prompt's, as of a completion, or a chat that continues its last message.
+    """
 
     is_chat: bool
     response_id: str
@@ -35,6 +38,7 @@ class StreamRecord:
     logprobs: bool
     echo: bool
     receipt: bool
+    after_prompt: bool
 
     @classmethod
     def of(
@@ -54,6 +58,7 @@ class StreamRecord:
             logprobs=request.logprobs if isinstance(request, ChatRequest) else request.logprobs is not None,
             echo=isinstance(request, CompletionRequest) and request.echo,
             receipt=receipt,
+            after_prompt=isinstance(request, CompletionRequest) or request.continue_final_message,
         )
 
 

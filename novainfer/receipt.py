@@ -54,7 +54,7 @@ class Receipt:
     max_model_len: int  # tokens; some checkpoints choose their rotary embedding by it
     prompt_token_ids: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
-    after_prompt: bool  # the text goes on from the prompt's, which stop strings can see (text completions)
+    after_prompt: bool  # the text goes on from the prompt's, as a completion's, or a continued chat message's
     params: SamplingParams  # seed resolved
     choices: tuple[ChoiceReceipt, ...]  # [params.n]
 

@@ -42,6 +42,8 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LLAMA_PARTS = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+LLAMA = decoders.Sequence(LLAMA_PARTS)
 _SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _CORPUS = ["hello world, the quick brown fox jumps over the lazy dog. 0123456789 naïve café 你好 🎉\n"] * 4
 
@@ -63,6 +65,21 @@ def write_tokenizer(folder: Path, *, template: str | None = CHATML) -> Path:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}')
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def write_sentencepiece(folder: Path, words: list[str], decoder: decoders.Decoder | None = LLAMA) -> Path:
+    """A tokenizer of bytes and these words, with a ChatML template, as a checkpoint holds it."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {name: i for i, name in enumerate(names)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (folder / "chat_template.jinja").write_text(CHATML)
     return folder
 
 

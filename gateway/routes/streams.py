@@ -122,7 +122,7 @@ def _take_over(
         service.metrics,
         engine=engine,
         info=info,
-        after_prompt=not stream.is_chat,
+        after_prompt=stream.after_prompt,
     )
     return generation, stream
 

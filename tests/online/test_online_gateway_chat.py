@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.fakes import oracle_tokens
+from novainfer.text.tokenizer import Tokenizer
+from tests.fakes import oracle_tokens, write_sentencepiece
 from tests.online.conftest import Pair
+from tests.online.gateways import start_pair
 
 pytestmark = pytest.mark.stage2
 
@@ -220,3 +225,30 @@ def test_given_unknown_and_null_fields_when_sent_then_they_are_named_or_absent(p
         assert stream.headers["x-novainfer-ignored"] == "store,zeta"
         stream.read()
     assert "x-novainfer-ignored" not in pair.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1}).headers
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Iterator[httpx.Client]:
+    """A client of a gateway whose tokenizer drops a text's first space; each answer is "▁hello"."""
+    tokenizer = Tokenizer.load(write_sentencepiece(tmp_path / "model", ["▁hello"]))
+    scheduler, gateway = start_pair(tmp_path / "model", tmp_path / "run", tokenizer.vocab_size)
+    hello = tokenizer.token_id("▁hello")
+    assert hello is not None
+    scheduler.script = lambda request, choice: [hello]
+    with gateway.http() as http:
+        yield http
+    gateway.close()
+    scheduler.close()
+
+
+@pytest.mark.parametrize(("goes_on", "text"), [(True, " hello"), (False, "hello")])
+def test_given_a_last_message_to_go_on_with_when_answered_then_the_space_between_is_the_answers(
+    llama: httpx.Client, goes_on: bool, text: str
+) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "The capital is"}]
+    body = {"messages": messages, "continue_final_message": goes_on}
+    assert llama.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == text
+    with llama.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text

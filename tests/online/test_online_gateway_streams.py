@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
 from novainfer.transport.addresses import Endpoint
 from tests.chaos.streams import events
+from tests.fakes import write_sentencepiece
 from tests.online.conftest import Pair
 from tests.online.gateways import GatewayThread, config_for
 from tests.oracle import oracle_stream
@@ -65,11 +67,11 @@ def server(tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
     running.close()
 
 
-def stream_of(response_id: str = "cmpl-1", seed: int = 1, **fields: Any) -> AddRequest:
-    """A stream of text completions, as a gateway sends it."""
+def stream_of(response_id: str = "cmpl-1", seed: int = 1, *, is_chat: bool = False, **fields: Any) -> AddRequest:
+    """A stream of text completions, or of a chat that goes on from its last message, as a gateway sends it."""
     record = StreamRecord(
-        is_chat=False, response_id=response_id, created=1, model="m", include_usage=True, continuous_usage=False,
-        event_ids=True, token_ids=True, logprobs=False, echo=False, receipt=False,
+        is_chat=is_chat, response_id=response_id, created=1, model="m", include_usage=True, continuous_usage=False,
+        event_ids=True, token_ids=True, logprobs=False, echo=False, receipt=False, after_prompt=True,
     )  # fmt: skip
     request = AddRequest(
         f"{response_id}-0",
@@ -260,3 +262,19 @@ def test_given_a_stream_whose_end_is_not_in_the_kernel_yet_when_the_engine_has_e
             read_all += part
     assert b"[DONE]" in read_all
     pair.scheduler.wait_for(lambda: slow.request_id in told)
+
+
+def test_given_a_chat_that_goes_on_from_its_last_message_when_its_stream_is_fetched_then_the_first_space_is_there(
+    tmp_path: Path,
+) -> None:
+    model = write_sentencepiece(tmp_path / "model", ["▁hello"])
+    server = Server(model, tmp_path)
+    try:
+        hello = Tokenizer.load(model).token_id("▁hello")
+        sent = next(s for s in (stream_of(is_chat=True, seed=i) for i in count()) if server.tokens(s)[0] == hello)
+        sent = replace(sent, params=replace(sent.params, max_tokens=1))
+        server.scheduler.leave_behind(sent, num_tokens=1)
+        text = server.fetch().text
+    finally:
+        server.close()
+    assert '"content":" hello"' in text

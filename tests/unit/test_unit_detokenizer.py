@@ -15,14 +15,13 @@ from tokenizers import decoders, models
 from novainfer.errors import ConfigError
 from novainfer.text.detokenizer import Detokenizer
 from novainfer.text.tokenizer import Tokenizer
-from tests.fakes import write_tokenizer
+from tests.fakes import LLAMA, LLAMA_PARTS, write_sentencepiece, write_tokenizer
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage2]
 
-_LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 _DECODERS = {
-    "llama": decoders.Sequence(_LLAMA),
-    "gemma": decoders.Sequence(_LLAMA[:3]),
+    "llama": LLAMA,
+    "gemma": decoders.Sequence(LLAMA_PARTS[:3]),
     "metaspace": decoders.Metaspace(),
     "metaspace_never": decoders.Metaspace(prepend_scheme="never"),
     "none": None,
@@ -36,14 +35,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
         if kind == "byte_level":
             return Tokenizer.load(write_tokenizer(Path(folder)))
         words = ["▁", "▁▁", "▁hello", "hello", "▁a", "b", "é", "你", "▁▁c", "\ufffd", "x▁y"]
-        names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-        vocab = {name: i for i, name in enumerate(names)}
-        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-        backend.add_special_tokens(["<s>", "</s>"])
-        if _DECODERS[kind] is not None:
-            backend.decoder = _DECODERS[kind]
-        backend.save(f"{folder}/tokenizer.json")
-        return Tokenizer.load(Path(folder))
+        return Tokenizer.load(write_sentencepiece(Path(folder), words, _DECODERS[kind]))
 
 
 def ids_near_the_words(kind: str) -> st.SearchStrategy[list[int]]:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.unit
 
 RECORD = StreamRecord(
     is_chat=True, response_id="chatcmpl-1", created=1, model="m", include_usage=False, continuous_usage=False,
-    event_ids=True, token_ids=False, logprobs=False, echo=False, receipt=False,
+    event_ids=True, token_ids=False, logprobs=False, echo=False, receipt=False, after_prompt=False,
 )  # fmt: skip
 Said = list[tuple[str, int, str, list[float], str | None]]  # (event id, choice, text, log-probabilities, finish reason)
 
