@@ -42,9 +42,9 @@ class Drafting:
         chosen = self._that_pay(step, looking, rows, context, room) if looking else {}
         if chosen:
             self._restless_until = step + _RESTLESS
-        if step >= self._restless_until:
-            shortest = min([drafts.period(period) for _, drafts in drafting])
-            self._quiet_until = step - step % shortest + shortest
+        shortest = min([drafts.period(period) for _, drafts in drafting])
+        # While it is restless also what was found before, when nobody ran maybe, holds no longer.
+        self._quiet_until = 0 if step < self._restless_until else step - step % shortest + shortest
         return chosen
 
     def _that_pay(

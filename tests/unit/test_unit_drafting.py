@@ -112,3 +112,13 @@ def test_given_a_row_at_its_end_when_drafts_are_chosen_then_it_has_none_behind_i
     assert Drafting(learnt(0.0)).choose(64, running([last]), room=96) == {id(last): 1}
     last.end_len = 102
     assert Drafting(learnt(0.0)).choose(64, running([last]), room=96) == {}
+
+
+def test_given_nobody_ran_for_a_moment_when_a_row_comes_soon_after_drafts_then_it_is_looked_at_as_before() -> None:
+    """One request after the other, each as soon as the one before has ended."""
+    drafting = Drafting(learnt(0.0))
+    first, second = row(told(DraftPace(), is_true=True)), row(told(DraftPace(), is_true=True))
+    assert drafting.choose(64, running([first]), 64)
+    assert drafting.choose(65, running([], 1), 64) == {}
+    steps = [step for step in range(66, 98) if drafting.choose(step, running([second], 2), 64)]
+    assert len(steps) == 32
