@@ -7,6 +7,8 @@ neither on the batch, nor on how a prompt was chunked, nor on which kernel compu
 cannot see change none of its bits. The row sums go through `tl.dot` like the outputs, because `tl.sum` adds in an
 order that depends on how the rows are spread over warps. Online softmax: Milakov and Gimelshein, 2018; the split
 over the context: Flash-Decoding, 2023.
+
+FAST: for a prefill that need not have decode's bits, the same with fewer operations for each score.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def _attend_tile(
     scale,
     soft_cap,
     maximum,  # [ROWS], the state so far
-    sums,  # [ROWS, 16]
+    sums,  # [ROWS, 16]; FAST: [ROWS]
     acc,  # [ROWS, BLOCK_D]
     BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -55,6 +57,7 @@ def _attend_tile(
     HAS_SOFT_CAP: tl.constexpr,
     FLOAT8: tl.constexpr,  # keys and values are e4m3 numbers
     MASKED: tl.constexpr,  # False: every row sees every position of the tile. It changes no bits where that is so
+    FAST: tl.constexpr,  # scale is above 0
     INTERPRETED: tl.constexpr,
 ):
     """One tile of `attend_chunk`: the state after it."""
@@ -80,28 +83,47 @@ def _attend_tile(
     else:  # every e4m3 number is one of every activation's type
         keys, values = keys.to(dtype), values.to(dtype)
 
-    scores = tl.dot(query, keys, input_precision="ieee") * scale
+    scores = tl.dot(query, keys, input_precision="ieee")
     if HAS_SOFT_CAP:
-        small = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / soft_cap))  # tanh from exp(-2|x|) cannot overflow
-        capped = soft_cap * (1.0 - small) / (1.0 + small)
-        scores = tl.where(scores < 0.0, -capped, capped)
-    scores = scores * LOG2_E
+        scores = _soft_capped(scores * scale, soft_cap)
+    elif not FAST:
+        scores = scores * scale
+    factor = LOG2_E if HAS_SOFT_CAP or not FAST else scale * LOG2_E
+    if not FAST:
+        scores = scores * LOG2_E
     if MASKED:
         visible = readable[None, :] & (keys_at[None, :] <= positions[:, None])
         if WINDOW > 0:
             visible = visible & (keys_at[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
 
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-    base = softmax_base(new_maximum)
+    if FAST:  # a score's multiplication and subtraction, which the compiler makes one fma
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * factor)
+        base = softmax_base(new_maximum)
+        weights = tl.exp2(scores * factor - base[:, None])
+    else:
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        base = softmax_base(new_maximum)
+        weights = tl.exp2(scores - base[:, None])
     kept = tl.exp2(maximum - base)
-    weights = tl.exp2(scores - base[:, None]).to(dtype)
+    if FAST:
+        sums = sums * kept + tl.sum(weights, axis=1)
+    weights = weights.to(dtype)
     ones = tl.full([TILE, 16], 1.0, dtype)
     if INTERPRETED:
         weights, ones = weights.to(tl.float32), ones.to(tl.float32)
-    sums = tl.dot(weights, ones, sums * kept[:, None], input_precision="ieee")
+    if not FAST:
+        sums = tl.dot(weights, ones, sums * kept[:, None], input_precision="ieee")
     acc = tl.dot(weights, values, acc * kept[:, None], input_precision="ieee")
     return new_maximum, sums, acc
+
+
+@triton.jit
+def _soft_capped(scores, soft_cap):
+    """soft_cap * tanh(scores / soft_cap)"""
+    small = tl.exp2(tl.abs(scores) * (-2.0 * 1.4426950408889634 / soft_cap))  # from exp(-2|x|): cannot overflow
+    capped = soft_cap * (1.0 - small) / (1.0 + small)
+    return tl.where(scores < 0.0, -capped, capped)
 
 
 @triton.jit
@@ -124,6 +146,7 @@ def attend_chunk(
     WINDOW: tl.constexpr,  # 0 = off
     HAS_SOFT_CAP: tl.constexpr,
     FLOAT8: tl.constexpr,
+    FAST: tl.constexpr,  # see above
     INTERPRETED: tl.constexpr,
 ):
     """Online softmax over positions [first, end) of one chunk: whole tiles that all rows see, then those with a mask.
@@ -132,7 +155,8 @@ def attend_chunk(
     """
     ROWS: tl.constexpr = query.shape[0]
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    sums = tl.zeros([ROWS, 16], tl.float32)  # 16 equal columns: the narrowest matrix that tl.dot takes
+    # 16 equal columns: the narrowest matrix that tl.dot takes
+    sums = tl.zeros([ROWS], tl.float32) if FAST else tl.zeros([ROWS, 16], tl.float32)
     acc = tl.zeros([ROWS, query.shape[1]], tl.float32)
     masked_from = first
     if WINDOW == 0:
@@ -140,14 +164,14 @@ def attend_chunk(
         for start in range(first, masked_from, TILE):
             maximum, sums, acc = _attend_tile(
                 query, positions, key_head, value_head, block_row, start, low, end, scale, soft_cap, maximum, sums, acc,
-                BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE, 0, HAS_SOFT_CAP, FLOAT8, False, INTERPRETED,
+                BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE, 0, HAS_SOFT_CAP, FLOAT8, False, FAST, INTERPRETED,
             )  # fmt: skip
     for start in range(masked_from, end, TILE):
         maximum, sums, acc = _attend_tile(
             query, positions, key_head, value_head, block_row, start, low, end, scale, soft_cap, maximum, sums, acc,
-            BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE, WINDOW, HAS_SOFT_CAP, FLOAT8, True, INTERPRETED,
+            BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE, WINDOW, HAS_SOFT_CAP, FLOAT8, True, FAST, INTERPRETED,
         )  # fmt: skip
-    return maximum, tl.max(sums, axis=1), acc
+    return maximum, sums if FAST else tl.max(sums, axis=1), acc
 
 
 @triton.jit

@@ -82,6 +82,7 @@ def _prefill_kernel(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     FLOAT8: tl.constexpr,
+    FAST: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = ROWS // GROUP_PADDED
@@ -131,6 +132,7 @@ def _prefill_kernel(
             WINDOW,
             HAS_SOFT_CAP,
             FLOAT8,
+            FAST,
             INTERPRETED,
         )
         maximum, total, acc = merge_chunk(maximum, total, acc, chunk_max, chunk_total, chunk_acc)
@@ -193,7 +195,8 @@ def prefill_attention(
         HAS_SOFT_CAP=params.soft_cap is not None,
         HAS_SINKS=params.sinks is not None,
         FLOAT8=is_float8(caches[0]),
+        FAST=not exact and params.scale > 0,  # it takes the maximum before the scale
         INTERPRETED=INTERPRETED,
-        enable_fp_fusion=False,
+        enable_fp_fusion=not exact,
         **launch_options("prefill", query.device, (warps, 2), rows=rows, **attention_features(query, caches[0])),
     )
