@@ -21,9 +21,11 @@ from pathlib import Path
 SOURCE_DIR = Path(__file__).parent
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")
+_AVX512_VNNI = (*_AVX512, "-mavx512vnni")
+_AVX512_BF16 = (*_AVX512_VNNI, "-mavx512bf16", "-mavx512vbmi")
 _AMX_BF16 = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")
-ISA_FLAGS = {"amxbf16": _AMX_BF16, "avx512bf16": _AVX512_BF16, "avx512f": _AVX512, "avx2": _AVX2, "portable": ()}
+ISA_FLAGS = {"amxbf16": _AMX_BF16, "avx512bf16": _AVX512_BF16, "avx512vnni": _AVX512_VNNI, "avx512f": _AVX512,
+             "avx2": _AVX2, "portable": ()}  # fmt: skip
 # What only tests load: tiles without the instructions for them (emulated_tiles.h).
 EMULATED_TILES = "emulatedtiles"
 _EMULATED_FLAGS = {EMULATED_TILES: (*_AVX512_BF16, "-DNOVA_EMULATED_TILES")}

@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kFloat32 = 0;   // the element type's number, see isa.cpp
 constexpr int64_t kRounded = 3;   // float32 that holds what the element type would
 constexpr long kGroupPanels = 4;  // panels that one thread takes at a time
-constexpr int kBlockRows = kWidth == 16 ? 8 : 4;
+constexpr int kBlockRows = kWidth == 16 ? 8 : kWidth == 8 ? 6 : 4;
 
 // Panels that lie step by step side by side. One stream from memory then feeds two sums of each row: with a single one, which waits for
 // its last product to end, a thread reads no faster than that. Tiles take panels that lie one behind the other.
@@ -86,7 +86,7 @@ void sweep_rows(const Tile& tile, long begin, long end) {
     long row = 0;
     if constexpr (kSideRows > 0) row = sweep<kSideRows>(tile, row, tile.operands.num_side, begin, end);
     row = sweep<kBlockRows>(tile, row, rows, begin, end);
-    if (kBlockRows == 8) row = sweep<4>(tile, row, rows, begin, end);
+    if (kBlockRows > 4) row = sweep<4>(tile, row, rows, begin, end);
     row = sweep<2>(tile, row, rows, begin, end);
     sweep<1>(tile, row, rows, begin, end);
 }

@@ -23,9 +23,9 @@ extern "C" __attribute__((visibility("default"))) const char* nova_best_isa() {
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (!avx512) return "avx2";
     // Only Cooper Lake has the bf16 products without byte look-ups in two registers, which quantised weights are widened by.
-    const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-                      __builtin_cpu_supports("avx512vnni");
-    if (!bf16) return "avx512f";
+    const bool vnni = __builtin_cpu_supports("avx512vnni");
+    const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+    if (!bf16) return vnni ? "avx512vnni" : "avx512f";
     return has_tiles() ? "amxbf16" : "avx512bf16";
 #else
     return "portable";
