@@ -1,6 +1,7 @@
 """OpenVINO GenAI's continuous batching, in a process of its own that speaks JSON lines: token ids, no HTTP, no text.
 
 So it does less than a server, and has no chat API. The checkpoint is exported once, by optimum-intel, which keeps bf16.
+Where the processor multiplies no bf16 numbers it computes in float32, keys and values as well.
 """
 
 from __future__ import annotations
@@ -88,11 +89,7 @@ class OpenVino:
     def start(self, folder: Path, checkpoint: Path, port: int) -> Iterator[base.Running]:
         """As `Peer`; exports the checkpoint before the clock runs. There is no port."""
         model = exported(folder, checkpoint)
-        properties = {
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": "bf16",
-            "INFERENCE_NUM_THREADS": os.cpu_count() or 1,
-        }
+        properties = {"INFERENCE_NUM_THREADS": os.cpu_count() or 1}
         settings = {"num_kv_blocks": base.KV_TOKENS // _TOKENS_PER_BLOCK, "properties": properties}
         # -P: what lies beside the worker is ours and must not be found
         command = (_installation(folder).python, "-P", _WORKER, model, json.dumps(settings))

@@ -70,7 +70,11 @@ def load(model: str, settings: dict[str, Any]) -> Any:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.num_kv_blocks = settings["num_kv_blocks"]
     scheduler.enable_prefix_caching = True
-    return openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", settings["properties"])
+    # where the processor multiplies no bf16 numbers, it refuses keys and values of them
+    has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    precision = "bf16" if has_bf16 else "f32"
+    properties = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision, **settings["properties"]}
+    return openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
 
 
 def answer(pipeline: Any, lines: TextIO, out: TextIO) -> None:
