@@ -41,23 +41,31 @@ struct CodedIndex {
     }
 };
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && !defined(NOVA_TILES)
+#if defined(__AVX512F__) && !defined(NOVA_TILES)
 
 INLINE bool is_plain(const uint64_t* plain, long chunk) { return plain[chunk / 64] >> chunk % 64 & 1; }
 
 INLINE __m512i codes_of(const uint8_t* codes) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)codes)); }
 
+// The upper bytes of the codes in the lower half of each byte.
+INLINE __m512i upper_bytes(__m512i codes, __m512i both) {
+#if defined(__AVX512VBMI__)  // it heeds six bits of its index; the table is the same for all values of the upper two
+    return _mm512_permutexvar_epi8(both, codes);
+#else
+    return _mm512_shuffle_epi8(codes, _mm512_and_si512(both, _mm512_set1_epi8(15)));
+#endif
+}
+
 // Two steps of a pair.
 struct Unit {
     __m512i low[2], high[2];
 
-    // A look-up heeds six bits of its index; the table is the same for all values of the upper two.
     INLINE Unit(const char* at, __m512i codes) {
         const __m512i both = _mm512_loadu_si512(at);
         low[0] = _mm512_loadu_si512(at + kLineBytes);
         low[1] = _mm512_loadu_si512(at + 2 * kLineBytes);
-        high[0] = _mm512_permutexvar_epi8(both, codes);
-        high[1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(both, 4), codes);
+        high[0] = upper_bytes(codes, both);
+        high[1] = upper_bytes(codes, _mm512_srli_epi16(both, 4));
     }
 
     INLINE __m512i line(int step, int panel) const {
@@ -102,20 +110,16 @@ void choose_codes(const Bf16* pair, long steps, uint8_t* codes) {
     }
 }
 
-// The codes of upper bytes.
+// The codes of upper bytes; 0x80 where there is none.
 struct Coder {
-    __m512i tables[4];  // of 64 bytes each; 0x80 where there is no code
-
-    explicit Coder(const uint8_t* codes) {
-        uint8_t table[256];
-        memset(table, 0x80, sizeof table);
-        for (long code = 0; code < kNumCodes; code++) table[codes[code]] = (uint8_t)code;
-        UNROLL for (int i = 0; i < 4; i++) tables[i] = _mm512_loadu_si512(table + 64 * i);
-    }
+    const uint8_t* codes;
 
     INLINE __m512i operator()(__m512i high) const {
-        const __m512i below = _mm512_permutex2var_epi8(tables[0], high, tables[1]), above = _mm512_permutex2var_epi8(tables[2], high, tables[3]);
-        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(high), below, above);
+        __m512i found = _mm512_set1_epi8((char)0x80);
+        UNROLL for (int code = 0; code < kNumCodes; code++) {
+            found = _mm512_mask_mov_epi8(found, _mm512_cmpeq_epi8_mask(high, _mm512_set1_epi8((char)codes[code])), _mm512_set1_epi8((char)code));
+        }
+        return found;
     }
 };
 
@@ -141,7 +145,7 @@ bool code_chunk(const char* plain, const Coder& coder, char* to) {
 long code_pair(const CodedIndex& index, const char* pair, char* to) {
     uint8_t codes[kNumCodes];
     choose_codes((const Bf16*)pair, index.chunks * kCodedSteps, codes);
-    const Coder coder(codes);
+    const Coder coder{codes};
     if (to != nullptr) {
         memset(to, 0, index.head_bytes());
         memcpy(to, codes, kNumCodes);
@@ -191,6 +195,12 @@ long code_linear(const Bf16* weight, void* to, long n, long k, long row_stride, 
 
 // ---- products: decoded on the way, beside which the processor has room for it ----
 
+using CodedFormat = Bf16Format;
+using CodedX = CodedFormat::X;
+
+// Widened to fp32, products take so long that of more rows than a block has decoding each pair once, into a cache, is faster.
+constexpr bool kDecodesOnce = sizeof(CodedX) == sizeof(float);
+
 // A stream that is wanted next, of which each unit asks for its part: two places, half of `bytes` apart.
 struct Wanted {
     const char* at;
@@ -206,10 +216,24 @@ struct NothingWanted {
     INLINE void ask() {}
 };
 
+// The stream that is being read itself, where the processor does not ask for it in time.
+struct Hinted {
+    static constexpr Prefetch kAhead = {2048, 16384};
+    const char* at;
+
+    INLINE void ask() {
+        for (long line = 0; line < kUnitBytes; line += kLineBytes) {
+            __builtin_prefetch(at + line + kAhead.near, 0, 3);
+            __builtin_prefetch(at + line + kAhead.far, 0, 2);
+        }
+        at += kUnitBytes;
+    }
+};
+
 struct CodedTile {
-    using Format = Bf16DotPanel;
+    using Format = CodedFormat;
     const LinearArguments& args;
-    const Operands<Bf16>& operands;
+    const Operands<CodedX>& operands;
     Output<Bf16> output;
     CodedIndex index;
 
@@ -253,12 +277,9 @@ struct CodedTile {
     template <int M, int N, class Rows>
     static INLINE void multiply_unit(Vec (&acc)[M][N], const Rows& rows, const Unit& unit) {
         UNROLL for (int step = 0; step < kUnitSteps; step++) {
-            __m512bh column[N];
-            UNROLL for (int n = 0; n < N; n++) column[n] = (__m512bh)unit.line(step, n);
-            UNROLL for (int m = 0; m < M; m++) {
-                const __m512bh value = Format::splat_pair(rows.at(m, 2 * step));
-                UNROLL for (int n = 0; n < N; n++) acc[m][n].p[0] = _mm512_dpbf16_ps(acc[m][n].p[0], value, column[n]);
-            }
+            Pairs pairs[N];
+            UNROLL for (int n = 0; n < N; n++) pairs[n][0] = (PartBits)unit.line(step, n);
+            Format::multiply(acc, rows, 2 * step, pairs);
         }
     }
 
@@ -283,21 +304,60 @@ struct CodedTile {
         }
     }
 
-    // All rows. A single block meets its pair in memory, as fast as the processor asks by itself. Of more blocks, each asks for its part of
-    // the pair that comes after.
+    // All rows. A single block meets its pair in memory. Of more blocks, each asks for its part of the pair that comes after.
     void all_rows(long pair, long after) const {
         const long rows = operands.rows, blocks = ceil_div(rows, kBlockRows);
-        if (blocks == 1) return some_rows(0, rows, pair, NothingWanted());
+        if (blocks == 1) {
+            if constexpr (kAsksByItself) return some_rows(0, rows, pair, NothingWanted());
+            return some_rows(0, rows, pair, Hinted{index.packed + index.starts()[pair] + index.head_bytes()});
+        }
+        if constexpr (kDecodesOnce) return rows_over_decoded(pair, after);
         for (long i = 0; i < blocks; i++) {
             const long row = i * kBlockRows;
             some_rows(row, smaller(kBlockRows, rows - row), pair, part_of(after, i, blocks));
+        }
+    }
+
+    // All rows, a block or more, over the pair as plain panels.
+    void rows_over_decoded(long pair, long after) const {
+        static thread_local Scratch scratch;
+        const long pair_bytes = index.chunks * kPlainBytes;
+        char* plain = scratch.get<char>(pair_bytes);
+        decode(pair, plain);
+        LinearArguments decoded = args;
+        decoded.packed = plain - pair * pair_bytes;  // of which this pair alone is there
+        const LinearTile<Bf16> tile{decoded, operands, output};
+        const char* next = index.packed + index.starts()[after];
+        if ((2 * pair + 1) * kLanes < args.n) {
+            ManyRows<Bf16>{tile}.template sweep<2>(2 * pair, next, index.end(after) - index.starts()[after]);
+        } else {
+            ManyRows<Bf16>{tile}.template sweep<1>(2 * pair, nullptr, 0);
+        }
+    }
+
+    // The pair as linear.h has it.
+    void decode(long pair, char* to) const {
+        const char *stream = index.stream(pair), *at = stream + index.head_bytes();
+        const __m512i codes = codes_of((const uint8_t*)stream);
+        for (long chunk = 0; chunk < index.chunks; chunk++, to += kPlainBytes) {
+            if (is_plain((const uint64_t*)(stream + kNumCodes), chunk)) {
+                memcpy(to, at, kPlainBytes);
+                at += kPlainBytes;
+                continue;
+            }
+            for (long unit = 0; unit < kChunkUnits; unit++, at += kUnitBytes) {
+                const Unit decoded(at, codes);
+                UNROLL for (int line = 0; line < 2 * kUnitSteps; line++) {
+                    _mm512_storeu_si512(to + (unit * 2 * kUnitSteps + line) * kLineBytes, decoded.line(line / 2, line % 2));
+                }
+            }
         }
     }
 };
 
 // As `vector_linear`, of weights in codes.
 void coded_linear(const LinearArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
-    for_each_tile<Bf16, 1>(x, x_stride, m, args.k, 2, threads, [&](const Operands<Bf16>& operands) {
+    for_each_tile<CodedX, 1>(x, x_stride, m, args.k, 2, threads, [&](const Operands<CodedX>& operands) {
         const CodedTile tile{args, operands, {args, y, operands.first}, {args.packed, args.n, args.k}};
         parallel_shares(tile.index.pairs, (double)operands.rows * args.n * args.k, threads, [&](Shares& shares) {
             for (long pair; (pair = shares.take()) >= 0;) {

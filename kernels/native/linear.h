@@ -199,19 +199,20 @@ struct ManyRows {
                 const long panel = i * kPanels, after = shares.after(i);
                 const char* next = after < 0 ? nullptr : tile.panel_at(after * kPanels);
                 if (panel + kPanels <= panels) {
-                    sweep<kPanels>(panel, next);
+                    sweep<kPanels>(panel, next, kPanels * tile.panel_bytes());
                 } else {
-                    for (long one = panel; one < panels; one++) sweep<1>(one, nullptr);
+                    for (long one = panel; one < panels; one++) sweep<1>(one, nullptr, 0);
                 }
             }
         });
     }
 
-    // The last block begins early enough to be whole: what is computed twice has the same bits.
+    // next: what is wanted after these panels, next_bytes of it; may be null. The last block begins early enough to be whole: what is
+    // computed twice has the same bits. There are kBlockRows rows or more.
     template <int N>
-    INLINE void sweep(long panel, const char* next) const {
+    INLINE void sweep(long panel, const char* next, long next_bytes) const {
         const long steps = ceil_div(tile.args.k, LinearTile<T>::Format::kPack), blocks = ceil_div(rows, kBlockRows);
-        const long bytes = next == nullptr || steps == 0 ? 0 : ceil_div(N * tile.panel_bytes(), blocks * steps);  // for which a step asks
+        const long bytes = next == nullptr || steps == 0 ? 0 : ceil_div(next_bytes, blocks * steps);  // for which a step asks
         Ahead<1, 2> ahead{{next == nullptr ? tile.panel_at(panel) : next}, bytes};
         for (long row = 0; row < rows; row += kBlockRows, ahead.at[0] += steps * bytes) {
             if (rows - row <= kBlockRows / 2) {

@@ -48,12 +48,18 @@ struct Bf16Panel {  // bf16 widened to fp32: [step][16][2]
 
     template <int M, int N, class Operand>
     static INLINE void step(Vec (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
+        Pairs pairs[N];
+        UNROLL for (int n = 0; n < N; n++) load_pairs(pairs[n], w[n] + at);
+        multiply(acc, x, k, pairs);
+    }
+
+    // The same of pairs that have been loaded.
+    template <int M, int N, class Operand>
+    static INLINE void multiply(Vec (&acc)[M][N], const Operand& x, long k, const Pairs (&pairs)[N]) {
         Vec even[N], odd[N];
         UNROLL for (int n = 0; n < N; n++) {
-            Pairs pairs;
-            load_pairs(pairs, w[n] + at);
-            even[n] = even_of(pairs);
-            odd[n] = odd_of(pairs);
+            even[n] = even_of(pairs[n]);
+            odd[n] = odd_of(pairs[n]);
         }
         UNROLL for (int m = 0; m < M; m++) {
             const Vec first = splat(*x.at(m, k)), second = splat(*x.at(m, k + 1));
@@ -84,11 +90,17 @@ struct Bf16DotPanel {  // the same layout, multiplied in pairs by the AVX512-BF1
 
     template <int M, int N, class Operand>
     static INLINE void step(Vec (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
-        __m512bh column[N];
-        UNROLL for (int n = 0; n < N; n++) column[n] = (__m512bh)_mm512_loadu_si512(w[n] + at);
+        Pairs pairs[N];
+        UNROLL for (int n = 0; n < N; n++) load_pairs(pairs[n], w[n] + at);
+        multiply(acc, x, k, pairs);
+    }
+
+    // The same of pairs that have been loaded.
+    template <int M, int N, class Operand>
+    static INLINE void multiply(Vec (&acc)[M][N], const Operand& x, long k, const Pairs (&pairs)[N]) {
         UNROLL for (int m = 0; m < M; m++) {
             const __m512bh row = splat_pair(x.at(m, k));
-            UNROLL for (int n = 0; n < N; n++) acc[m][n].p[0] = _mm512_dpbf16_ps(acc[m][n].p[0], row, column[n]);
+            UNROLL for (int n = 0; n < N; n++) acc[m][n].p[0] = _mm512_dpbf16_ps(acc[m][n].p[0], row, (__m512bh)pairs[n][0]);
         }
     }
 

@@ -19,18 +19,19 @@ from novainfer.errors import EngineError
 from tests.kernels.native_cases import ISAS
 from workers.weight_file import WeightFile
 
+CODED = [isa for isa in ("avx512bf16", "avx512f") if isa in ISAS]
 pytestmark = [
     pytest.mark.stage0,
-    pytest.mark.skipif("avx512bf16" not in ISAS, reason="this processor multiplies no bf16 numbers"),
+    pytest.mark.skipif(not CODED, reason="this processor has no vectors of 512 bits"),
 ]
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 23, 32, 33, 100, 256, 260)
 
 
-@pytest.fixture
-def library() -> NativeLibrary:
+@pytest.fixture(params=CODED)
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
     """With codes, and without effect on other tests."""
-    return NativeLibrary("avx512bf16")
+    return NativeLibrary(request.param)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
