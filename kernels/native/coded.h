@@ -193,7 +193,7 @@ long code_linear(const Bf16* weight, void* to, long n, long k, long row_stride, 
     return end <= index.pairs * index.chunks * kPlainBytes * 9 / 10 ? end : 0;
 }
 
-// ---- products: decoded on the way, beside which the processor has room for it ----
+// ---- products: decoded on the way, beside which the processor has room for it, or of many rows before ----
 
 using CodedFormat = Bf16Format;
 using CodedX = CodedFormat::X;
@@ -206,27 +206,26 @@ struct Wanted {
     const char* at;
     long bytes;
 
-    INLINE void ask() {
+    INLINE void ask(const char*, long) {
         __builtin_prefetch(at, 0, 2);
         __builtin_prefetch(at + bytes / 2, 0, 2);
         at += bytes;
     }
 };
 struct NothingWanted {
-    INLINE void ask() {}
+    INLINE void ask(const char*, long) {}
 };
 
 // The stream that is being read itself, where the processor does not ask for it in time.
 struct Hinted {
     static constexpr Prefetch kAhead = {2048, 16384};
-    const char* at;
 
-    INLINE void ask() {
-        for (long line = 0; line < kUnitBytes; line += kLineBytes) {
-            __builtin_prefetch(at + line + kAhead.near, 0, 3);
-            __builtin_prefetch(at + line + kAhead.far, 0, 2);
+    // reads: where the stream is being read now, and so many bytes of it.
+    INLINE void ask(const char* reads, long bytes) {
+        UNROLL for (long line = 0; line < bytes; line += kLineBytes) {
+            __builtin_prefetch(reads + line + kAhead.near, 0, 3);
+            __builtin_prefetch(reads + line + kAhead.far, 0, 2);
         }
-        at += kUnitBytes;
     }
 };
 
@@ -261,13 +260,13 @@ struct CodedTile {
             if (__builtin_expect(is_plain(plain, chunk), false)) {
                 const Bf16* w[N];
                 UNROLL for (int n = 0; n < N; n++) w[n] = (const Bf16*)(at + n * kLineBytes);
-                for (long unit = 0; unit < kChunkUnits; unit++) next.ask();
+                for (long unit = 0; unit < kChunkUnits; unit++) next.ask(at + unit * (kPlainBytes / kChunkUnits), kPlainBytes / kChunkUnits);
                 accumulate<Format>(acc, rows, w, 4 * kLanes, kCodedSteps);
                 at += kPlainBytes;
                 continue;
             }
             for (long step = 0; step < kCodedSteps; step += kUnitSteps, at += kUnitBytes) {
-                next.ask();
+                next.ask(at, kUnitBytes);
                 multiply_unit<M, N>(acc, rows.from(2 * step), Unit(at, codes));
             }
         }
@@ -309,7 +308,7 @@ struct CodedTile {
         const long rows = operands.rows, blocks = ceil_div(rows, kBlockRows);
         if (blocks == 1) {
             if constexpr (kAsksByItself) return some_rows(0, rows, pair, NothingWanted());
-            return some_rows(0, rows, pair, Hinted{index.packed + index.starts()[pair] + index.head_bytes()});
+            return some_rows(0, rows, pair, Hinted());
         }
         if constexpr (kDecodesOnce) return rows_over_decoded(pair, after);
         for (long i = 0; i < blocks; i++) {

@@ -123,8 +123,8 @@ struct Prefetch {
 constexpr Prefetch kNoPrefetch = {0, 0};  // that is left to the processor
 // One stream from end to end, from memory. Beside `many` rows and more the first cache alone has not the room to ask for as much as is on
 // its way from memory. Beside fewer two panels side by side, which keep two sums of each row going, are met as fast as the processor asks
-// by itself; one panel, whose products it waits for, a little later than with hints. Processors with AVX-512 and without its bf16 products
-// are all Intel's, and ask for so little by themselves that hints are 1.5 to 1.8 times as fast beside any number of rows.
+// by itself; one panel, whose products it waits for, a little later than with hints. A processor with AVX-512 and without bf16 products is
+// Intel's for the most part, and asks for so little by itself that bf16 panels beside one to four rows come 1.5 to 1.8 times as fast with them.
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)
 constexpr bool kAsksByItself = false;
 #else

@@ -203,16 +203,24 @@ def test_blocks_left_of_the_window_may_be_gone(triton_backend: KernelBackend, de
     assert_close(triton_backend.paged_attention(query, *whole, metadata, params), wanted, torch.float32)
 
 
-@pytest.mark.parametrize("scale", [PLAIN.scale, -PLAIN.scale])
-@pytest.mark.parametrize("soft_cap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # tiles of 64 rows, and of 128
+@pytest.mark.parametrize(
+    "params",
+    [
+        PLAIN,
+        AttentionParams(0.3, sliding_window=40, soft_cap=3.0),
+        AttentionParams(0.3, soft_cap=0.7, sinks=SINKS),
+        AttentionParams(0.3, sliding_window=100, sinks=SINKS),
+        AttentionParams(-0.3),
+    ],
+    ids=["plain", "window and cap", "cap and sinks", "window and sinks", "below zero"],
+)
+@pytest.mark.parametrize("is_float8", [False, True], ids=["as computed", "fp8"])
 def test_the_faster_prefill_equals_float64(
-    dtype: torch.dtype, window: int | None, soft_cap: float | None, scale: float, device: torch.device
+    is_float8: bool, params: AttentionParams, dtype: torch.dtype, device: torch.device
 ) -> None:
     backend = TritonBackend(device, exact=False)
-    context = Context([330, 20], Heads(group=3, kv=1, dim=16, dtype=dtype), device)
-    params = AttentionParams(scale, sliding_window=window, soft_cap=soft_cap)
+    context = Context([330, 20], Heads(group=3, kv=1, dim=16, dtype=dtype, is_float8=is_float8), device)
     spans = [(0, 270, 330), (1, 0, 20)]  # behind more than one of decode's chunks
     assert_close(context.attend(backend, spans, 0, params), context.oracle(spans, params), dtype)
 

@@ -19,7 +19,7 @@ from novainfer.errors import EngineError
 from tests.kernels.native_cases import ISAS
 from workers.weight_file import WeightFile
 
-CODED = [isa for isa in ("avx512bf16", "avx512f") if isa in ISAS]
+CODED = [isa for isa in ISAS if isa in ("avx512bf16", "avx512vnni", "avx512f")]
 pytestmark = [
     pytest.mark.stage0,
     pytest.mark.skipif(not CODED, reason="this processor has no vectors of 512 bits"),
