@@ -218,13 +218,11 @@ struct NothingWanted {
 
 // The stream that is being read itself, where the processor does not ask for it in time.
 struct Hinted {
-    static constexpr Prefetch kAhead = {2048, 16384};
-
     // reads: where the stream is being read now, and so many bytes of it.
     INLINE void ask(const char* reads, long bytes) {
         UNROLL for (long line = 0; line < bytes; line += kLineBytes) {
-            __builtin_prefetch(reads + line + kAhead.near, 0, 3);
-            __builtin_prefetch(reads + line + kAhead.far, 0, 2);
+            __builtin_prefetch(reads + line + kBothCaches.near, 0, 3);
+            __builtin_prefetch(reads + line + kBothCaches.far, 0, 2);
         }
     }
 };

@@ -121,6 +121,7 @@ struct Prefetch {
     long near, far;
 };
 constexpr Prefetch kNoPrefetch = {0, 0};  // that is left to the processor
+constexpr Prefetch kBothCaches = {2048, 16384};
 // One stream from end to end, from memory. Beside `many` rows and more the first cache alone has not the room to ask for as much as is on
 // its way from memory. Beside fewer two panels side by side, which keep two sums of each row going, are met as fast as the processor asks
 // by itself; one panel, whose products it waits for, a little later than with hints. A processor with AVX-512 and without bf16 products is
@@ -131,7 +132,7 @@ constexpr bool kAsksByItself = false;
 constexpr bool kAsksByItself = true;
 #endif
 constexpr Prefetch streamed(int rows, int many, bool in_pairs) {
-    return rows >= many || !kAsksByItself ? Prefetch{2048, 16384} : in_pairs ? kNoPrefetch : Prefetch{4096, 0};
+    return rows >= many || !kAsksByItself ? kBothCaches : in_pairs ? kNoPrefetch : Prefetch{4096, 0};
 }
 
 // acc[m][n] += sum over `steps` of x[m] * w[n], in order. x: Rows or SideRows; a panel's steps lie w_stride elements apart.

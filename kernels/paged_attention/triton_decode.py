@@ -140,7 +140,7 @@ def _decode_kernel(
             WINDOW,
             HAS_SOFT_CAP,
             FLOAT8,
-            False,
+            False,  # FAST
             INTERPRETED,
         )
         if _num_chunks(seq_len, low, CHUNK) == 1:  # the only chunk: nothing to merge
