@@ -224,16 +224,22 @@ class _Answer(ABC, Generic[Logprobs]):
 
     async def write(self, wholes: list[ChoiceDelta], receipts: Receipts | None) -> Written:
         """The answer's JSON, once every choice has ended."""
+        choices = await self._choices(wholes)
+        more = {"usage": self._generation.usage(), **await self._more()}
+        if receipts is not None:
+            more |= await receipts.fields()
+        return write_object(Envelope.of(self._record, self.kind).wrap(choices, **more))
+
+    async def _choices(self, wholes: list[ChoiceDelta]) -> list[dict[str, Any]] | Written:
+        if len(wholes) == 1 and not (self._logprobs or self._wants_prompts or self._record.token_ids):
+            return [await self._choice(wholes[0])]  # as most are: written with what stands around it
         slices = Slices()
         choices = Written(["["])
         for whole in wholes:
             choices += ["," if whole.choice else "", *write_object(await self._choice(whole))]
             await slices.pause()
         choices.append("]")
-        more = {"usage": self._generation.usage(), **await self._more()}
-        if receipts is not None:
-            more |= await receipts.fields()
-        return write_object(Envelope.of(self._record, self.kind).wrap(choices, **more))
+        return choices
 
     @abstractmethod
     async def _choice(self, whole: ChoiceDelta) -> dict[str, Any]:

@@ -20,6 +20,7 @@ MAX_DEPTH = 64
 # The parser holds the event loop: some 0.5 us an item and 1 us a node. Prompts of 128k token ids are far below.
 MAX_ITEMS = 2**19  # commas
 MAX_NODES = 2**18  # lists, objects and keys
+_NESTED = (dict, list)
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # linear, whatever the body is
 
 
@@ -72,10 +73,9 @@ async def read_json(
     `check` is called once the size is known, and may raise: a request that has no chance need not be parsed.
     """
     headers = dict(scope["headers"])
-    media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media_type != b"application/json" and not media_type.endswith(b"+json"):
+    if not _is_json(headers.get(b"content-type", b"")):
         raise _unread(415, "Content-Type must be application/json.", "unsupported_media_type")
-    if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
+    if b"content-encoding" in headers and headers[b"content-encoding"].strip().lower() not in (b"identity", b""):
         raise _unread(415, "The body must come as it is, without a Content-Encoding.", "unsupported_media_type")
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length[:20]) > max_bytes:
@@ -89,6 +89,11 @@ async def read_json(
     info.body_bytes = len(body)
     check()
     return _parse(body)
+
+
+def _is_json(content_type: bytes) -> bool:
+    media_type = content_type.partition(b";")[0].strip().lower()
+    return media_type == b"application/json" or media_type.endswith(b"+json")
 
 
 def _is_here(receive: Receive) -> bool:
@@ -138,12 +143,14 @@ def _parse(body: bytes) -> dict[str, Any]:
         raise ApiError(400, "The request body is not valid JSON in UTF-8.", "invalid_json") from None
     if not isinstance(data, dict):
         raise ApiError(400, "The request body must be a JSON object.", "invalid_json")
-    if _is_deeper_than(data, MAX_DEPTH):
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deeper_than(data, MAX_DEPTH):
         raise ApiError(400, f"The request body is nested more than {MAX_DEPTH} levels deep.", "invalid_json")
     return data
 
 
 def _is_wide(body: bytes) -> bool:
+    if len(body) <= min(MAX_ITEMS, MAX_NODES):
+        return False
     return body.count(b",") > MAX_ITEMS or sum(map(body.count, (b"[", b"{", b":"))) > MAX_NODES
 
 
@@ -166,8 +173,9 @@ def _is_deeper_than(data: Any, limit: int) -> bool:
     """Level by level, without recursion."""
     level = [data]
     for _ in range(limit):
-        children = [value.values() if type(value) is dict else value for value in level]
-        level = [item for values in children for item in values if type(item) in (dict, list)]
+        above, level = level, []
+        for value in above:
+            level += [item for item in (value.values() if type(value) is dict else value) if type(item) in _NESTED]
         if not level:
             return False
     return True

@@ -21,6 +21,7 @@ class WatchedFlow(FlowControl):
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
         self.on_stop: Callable[[], None] = _nothing
+        self.on_lost: Callable[[], None] = _nothing
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -53,6 +54,15 @@ class BodyWriter:
         cycle = self._cycle
         has_room = not (self._flow.write_paused or cycle.disconnected)
         return has_room and cycle.chunked_encoding is True and not cycle.response_complete
+
+    @property
+    def is_lost(self) -> bool:
+        """The client has gone."""
+        return self._cycle.disconnected
+
+    def on_lost(self, lost: Callable[[], None] | None) -> None:
+        """What is called when the client goes, where a task would have to wait for it; None: nothing."""
+        self._flow.on_lost = _nothing if lost is None else lost
 
     def on_stop(self, stopped: Callable[[], None] | None) -> None:
         """What is called when it is open no more, but for the answer's end; None: nothing."""

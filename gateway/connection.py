@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 HEADER_SECONDS = 10.0
 MAX_HEADER_BYTES = 64 * 1024
-MAX_HELD_BYTES = 32 * 1024  # of a body at the door; below what uvicorn stops to read at
-DOOR_SECONDS = 0.05
+MAX_HELD_BYTES = 32 * 1024  # of a body that is waited for; below what uvicorn stops to read at
+BODY_SECONDS = 0.05
 MAX_DROPPED_BYTES = 8 * MAX_HEADER_BYTES
 
 
@@ -50,6 +50,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._at_door: PlainRequest | None = None  # a request that is not let in yet
         self._held = b""  # what has come of it
         self._door_timer: asyncio.TimerHandle | None = None
+        self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until its body is here
+        self._body_timer: asyncio.TimerHandle | None = None
         self._num_dropped = 0
         self._is_last = False  # nothing that comes is looked at any more
         self._start_header_timer()
@@ -59,8 +61,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_header_timer()
         self._stop_stall_timer()
         self._leave_door()
+        self._forget_unstarted()
         super().connection_lost(exc)
         self._flow.on_stop()
+        self._flow.on_lost()
 
     def data_received(self, data: bytes) -> None:
         if self._is_last:
@@ -68,14 +72,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._num_dropped > MAX_DROPPED_BYTES:
                 self.transport.close()
             return
-        if self.door is None or not (self._held or self._is_idle()):
-            self._feed(data)
-        else:
+        if self.door is not None and (self._held or (self.door.is_guarded and self._is_idle())):
             self._pass_door(self.door, data)
+        else:
+            self._feed(data)
 
     def _feed(self, data: bytes) -> None:
         if not self._awaits_head():
-            super().data_received(data)
+            self._parse(data)
             if self._is_answered():
                 self._await_next()
             return
@@ -89,10 +93,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(b"431 Request Header Fields Too Large", ApiError(431, words, "headers_too_large"))
             return
         if data:
-            super().data_received(data)
+            self._parse(data)
         if self._head.num_bytes and self._header_timer is None:  # heads nearly always come at once, and need no timer
             self._unset_keepalive_if_required()
             self._start_header_timer()
+
+    def _parse(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._unstarted is not None and self._body_timer is None:
+            self._body_timer = self.loop.call_later(BODY_SECONDS, self._start_unstarted)
 
     def _pass_door(self, door: Door, data: bytes) -> None:
         """Refuse a request that is here to its end, or let it in. Clients often send head and body one after the other:
@@ -109,7 +118,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._let_in()
         elif self._door_timer is None:
             self._unset_keepalive_if_required()
-            self._door_timer = self.loop.call_later(DOOR_SECONDS, self._let_in)
+            self._door_timer = self.loop.call_later(BODY_SECONDS, self._let_in)
 
     def _refuse_or_let_in(self, door: Door, request: PlainRequest) -> None:
         answer = None
@@ -149,6 +158,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """End the connection, after the answer to what has begun to come."""
         if self._held:
             self._let_in()
+        self._start_unstarted()
         super().shutdown()
 
     def on_message_begin(self) -> None:
@@ -191,10 +201,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._is_last:
             super().on_message_complete()
             self.cycle.more_body = False  # also when it was answered before its end
+            self._start_unstarted()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Once a short body is here, or a moment later: clients often send head and body one after the other, and an
+        answer between the two (to a wrong key, say) leaves a body behind that the next request's head comes with.
+        """
         stand_in(cycle)
-        super()._start_asgi_task(cycle, app)
+        if self._awaits_short_body():
+            self._unstarted = cycle, app
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _awaits_short_body(self) -> bool:
+        lengths = [int(value) for name, value in self.headers if name == b"content-length"]
+        return bool(lengths) and 0 < lengths[0] <= MAX_HELD_BYTES and not self.expect_100_continue
+
+    def _start_unstarted(self) -> None:
+        if self._unstarted is not None:
+            cycle, app = self._unstarted
+            self._forget_unstarted()
+            super()._start_asgi_task(cycle, app)
+
+    def _forget_unstarted(self) -> None:
+        self._unstarted = None
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
 
     def _awaits_head(self) -> bool:
         """What comes next belongs to a request's head."""

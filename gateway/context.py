@@ -74,7 +74,7 @@ class ContextMiddleware:
             await send(message)
 
         app = self._app
-        if _TWO_LENGTHS.issubset(name for name, _ in scope["headers"]):  # httptools itself refuses it, h11 does not
+        if {name for name, _ in scope["headers"]} >= _TWO_LENGTHS:  # httptools itself refuses it, h11 does not
             words = "A request has Content-Length or Transfer-Encoding, not both."
             app = ApiError(400, words, "invalid_http", None, {"connection": "close"}).response()
         try:

@@ -60,6 +60,11 @@ class Door:
         self._is_open_to_pages = bool(service.config.server.cors_origins)
         self._standing: Standing | None = None
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether requests have to stop here: not while nobody is refused, for it takes its time."""
+        return self._service.limits.is_guarded
+
     def is_watched(self, request: PlainRequest) -> bool:
         """Whether there may be a `refusal` for it; asked before its body is here."""
         return request.path in PATHS and not self._is_open_to_pages
@@ -80,7 +85,10 @@ class Door:
         standing = self._standing
         if standing is None or not self._holds(standing, request, tenant, headers_of_all):
             standing = self._standing = self._look(request, tenant, headers_of_all)
-        return None if standing is None else standing.answer(request_id_of(headers).encode())
+        if standing is None:
+            return None
+        service.limits.guard()
+        return standing.answer(request_id_of(headers).encode())
 
     def _holds(self, standing: Standing, request: PlainRequest, tenant: str, headers_of_all: Sequence[Header]) -> bool:
         limits = self._service.limits

@@ -5,7 +5,6 @@ Choices are numbered over all prompts: number = prompt * n + choice, the `index`
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 from starlette.types import Receive
 
 from gateway.body import ClientGone
+from gateway.client_watch import ClientWatch
 from gateway.context import RequestInfo
 from gateway.metrics import CANCELLED, FAILED, FINISHED, GatewayMetrics
 from gateway.plain_choice import PlainChoice
@@ -107,18 +107,16 @@ class Generation:
         self.told = [place for prompt in prompts for place in prompt.told or [0] * self._n]
         self._times = TokenTimes(len(self.outputs), info, metrics)
         self._plain: dict[tuple[str, int], PlainChoice] = {}  # by request id and its choice: until the end
-        self._watcher: asyncio.Task[None] | None = None
+        self._client: ClientWatch | None = None
         self._is_closed = False
         self._outcome = ""
         metrics.request_begun(prompts[0].params.max_tokens)
 
     def watch(self, receive: Receive) -> None:
         """From now on a client that goes away cancels everything."""
-        self._watcher = asyncio.create_task(self._watch(receive))
+        self._client = ClientWatch(receive, self._lose_client)
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    def _lose_client(self) -> None:
         self.client_gone = True
         self._stream.close()
 
@@ -290,9 +288,9 @@ class Generation:
         self._stream.forget_error()
         self._failure = None
         self._plain.clear()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None
+        if self._client is not None:
+            self._client.stop()
+            self._client = None
         if not self._is_closed:
             self._is_closed = True
             self._count_end()

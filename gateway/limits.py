@@ -15,6 +15,7 @@ from novainfer.errors import InvalidRequestError, OverloadedError
 QUOTA_HEADERS = tuple(
     f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
+GUARD_SECONDS = 1.0  # after a refusal
 _SMOOTHING = 0.1  # weight of the newest duration in the running mean
 _MAX_RETRY_AFTER = 30.0  # seconds, of an estimate from the mean duration
 _LEAST = 128  # with less than one part in so many left the queue is full: what is not even parsed need not fit exactly
@@ -123,6 +124,7 @@ class Limits:
         self.num_sequences = 0
         self.queued_tokens = 0
         self.num_changes = 0
+        self._guarded_until = 0.0
         self._max_live = max_live
         self._quotas = {name: quota.with_default(max_per_tenant) for name, quota in (quotas or {}).items()}
         self._default = NO_QUOTA.with_default(max_per_tenant)
@@ -164,6 +166,15 @@ class Limits:
         if room is not None:
             self._check_room(account, cost, room)
         return account
+
+    def guard(self) -> None:
+        """A generation was refused: more are to be expected."""
+        self._guarded_until = self.clock() + GUARD_SECONDS
+
+    @property
+    def is_guarded(self) -> bool:
+        """One was refused a moment ago: it pays to look for room before any other work."""
+        return self.clock() < self._guarded_until
 
     def is_timeless(self, tenant: str) -> bool:
         """The tenant has no limits of its own."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.engine_metrics import ClientCollector, EngineCollector, View
 from gateway.foreign_names import renamed
-from gateway.histogram import TokenHistogram
+from gateway.loop_metrics import Count, LoopCounter, LoopHistogram
 from gateway.metrics_files import MetricsFiles
 from novainfer import __version__
 
@@ -52,9 +52,7 @@ class GatewayMetrics:
         self._http = self._counter(
             "http_requests", "HTTP requests by route and status.", ["method", "handler", "status"]
         )
-        self._http_counters: dict[tuple[str, str, str], Counter] = {}  # `labels` looks it up under a lock
         self._rejected = self._counter("admission_rejections", "Generations refused.", ["reason"])
-        self._rejected_counters: dict[int, Counter] = {}
         for reason in ("invalid", "overloaded", "rate_limit"):  # a series that begins at 1 has no rate
             self._rejected.labels(reason)
         self._text_processes_lost = self._counter(
@@ -69,10 +67,10 @@ class GatewayMetrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_BUCKETS, model_name
         )
-        self.between_tokens = self._token_histogram(
+        self.between_tokens = self._histogram(
             "inter_token_latency_seconds", "Between the tokens of a choice.", _BETWEEN_TOKENS_BUCKETS, model_name
         )
-        self.time_per_token = self._token_histogram(
+        self.time_per_token = self._histogram(
             "request_time_per_output_token_seconds",
             "Of a choice, from its first token to its last, by the number of those between.",
             _BETWEEN_TOKENS_BUCKETS,
@@ -83,13 +81,13 @@ class GatewayMetrics:
         )
 
     def _register_requests(self, model_name: str) -> None:
-        self._prompt_tokens = self._token_histogram(
+        self._prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", _TOKEN_BUCKETS, model_name
         )
-        self._generation_tokens = self._token_histogram(
+        self._generation_tokens = self._histogram(
             "request_generation_tokens", "Tokens generated for a request.", _TOKEN_BUCKETS, model_name
         )
-        self._max_tokens = self._token_histogram(
+        self._max_tokens = self._histogram(
             "request_params_max_tokens",
             "Most tokens that each choice of a request may have.",
             _TOKEN_BUCKETS,
@@ -111,25 +109,17 @@ class GatewayMetrics:
         """Count one answer."""
         self.http_counter(method, handler, status).inc()
 
-    def http_counter(self, method: str, handler: str, status: int) -> Counter:
+    def http_counter(self, method: str, handler: str, status: int) -> Count:
         """What counts such answers."""
-        key = (method if method in _METHODS else "other", handler, str(status))
-        counter = self._http_counters.get(key)
-        if counter is None:
-            counter = self._http_counters[key] = self._http.labels(*key)
-        return counter
+        return self._http.labels(method if method in _METHODS else "other", handler, str(status))
 
     def rejected(self, status: int) -> None:
         """Count a generation that was refused for its own fault, for lack of room or by a limit."""
         self.rejected_counter(status).inc()
 
-    def rejected_counter(self, status: int) -> Counter:
+    def rejected_counter(self, status: int) -> Count:
         """What counts such generations."""
-        counter = self._rejected_counters.get(status)
-        if counter is None:
-            reason = {429: "rate_limit", 503: "overloaded"}.get(status, "invalid")
-            counter = self._rejected_counters[status] = self._rejected.labels(reason)
-        return counter
+        return self._rejected.labels({429: "rate_limit", 503: "overloaded"}.get(status, "invalid"))
 
     def text_process_lost(self, reason: str) -> None:
         """Count one: 'time', 'unwanted' or 'died'."""
@@ -141,7 +131,7 @@ class GatewayMetrics:
 
     def request_begun(self, max_tokens: int) -> None:
         """Count a generation that goes to an engine."""
-        self._begun.inc()
+        self._begun.labels().inc()
         self._max_tokens.observe(max_tokens)
 
     def request_ended(self, tenant: str, outcome: str, *, prompt_tokens: int, generation_tokens: int) -> None:
@@ -180,17 +170,15 @@ class GatewayMetrics:
             return _EVERYBODY
         return tenant if tenant in self._tenants else _OTHERS
 
-    def _counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
-        return Counter(f"novainfer_{name}", help_text, labels, registry=self._registry)
+    def _counter(self, name: str, help_text: str, label_names: Sequence[str] = ()) -> LoopCounter:
+        counter = LoopCounter(f"novainfer_{name}", help_text, label_names)
+        self._registry.register(counter)
+        return counter
 
-    def _token_histogram(self, name: str, help_text: str, buckets: Sequence[float], model_name: str) -> TokenHistogram:
-        histogram = TokenHistogram(f"novainfer_{name}", help_text, buckets, {"model_name": model_name})
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float], model_name: str) -> LoopHistogram:
+        histogram = LoopHistogram(f"novainfer_{name}", help_text, buckets, {"model_name": model_name})
         self._registry.register(histogram)
         return histogram
-
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...], model_name: str) -> Histogram:
-        family = Histogram(f"novainfer_{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry)
-        return family.labels(model_name)
 
 
 class _TenantsCollector(Collector):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from gateway.body_writer import BodyWriter
-from gateway.histogram import TokenHistogram
+from gateway.loop_metrics import LoopHistogram
 from novainfer.client.output import ChoiceOutput
 from novainfer.client.stream import ShortWay
 from novainfer.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ class PlainChoice(ShortWay):
         self._output = output
         self._spelling = spelling
 
-    def begin(self, gaps: TokenHistogram, fail: Callable[[Exception], None]) -> None:
+    def begin(self, gaps: LoopHistogram, fail: Callable[[Exception], None]) -> None:
         """Before the first token. gaps: seconds between two tokens. fail: called with what went wrong."""
         self._gaps = gaps
         self._fail = fail

@@ -213,9 +213,10 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
     for name in _NO_OPS & present.keys() & kind.unsupported:
         if _changes_nothing(name, present):
             del present[name]
-    for name, value in present.items():
+    fields = kind.model_fields
+    for name in [name for name in present if name not in fields]:
         if name in kind.unsupported or name in UNSUPPORTED or name.startswith(UNSUPPORTED_PREFIX):
-            if value is False:  # a feature that is switched off
+            if present[name] is False:  # a feature that is switched off
                 continue
             raise InvalidRequestError(f"{_shown(name)} is not supported yet.", param=_shown(name))
     if isinstance(present.get("stream_options"), dict):

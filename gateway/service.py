@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import os
-import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -42,6 +41,7 @@ BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
 QUEUED_CACHES = 8  # tokens that may wait, where no number is given, in terms of what the KV cache holds
 DEADLINE_GRACE = 1.0  # seconds
+SMALL_BODY = 16 * 1024  # bytes, which are parsed in less time than it takes to look for room twice
 STATS_SECONDS = 5.0  # older figures of the engine prove nothing
 
 
@@ -72,7 +72,7 @@ class GatewayService:
         )
         endpoint = config.server.otlp_traces_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint)
-        self._counted_refusals = _CountedRefusals(self.metrics)
+        self._counted_refusals = _CountedRefusals(self.metrics, self.limits)
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.metrics.journal.set_function(lambda: self.client.num_live)
         self.metrics.watch_tenants(lambda: self.limits.live_by_tenant)
@@ -267,9 +267,10 @@ class GatewayService:
         return self.admit(info, cost, self._room(engine))
 
     def refuse_if_full(self, info: RequestInfo) -> None:
-        """`check_room`; a refusal is counted."""
-        with self._counted_refusals:
-            self.check_room(info)
+        """`check_room`, where that may save much work: `admit_generation` follows. A refusal is counted."""
+        if info.body_bytes > SMALL_BODY or self.limits.is_guarded:
+            with self._counted_refusals:
+                self.check_room(info)
 
     def check_room(self, info: RequestInfo) -> None:
         """Raise `OverloadedError` if a generation with a body of this size has no room, whatever the body says."""
@@ -326,16 +327,20 @@ class GatewayService:
 
 
 class _CountedRefusals:
-    """A context, to be used again and again: counts the refusals that leave it."""
+    """A context, to be used again and again: counts the refusals that leave it, and has the door guarded."""
 
-    def __init__(self, metrics: GatewayMetrics) -> None:
+    def __init__(self, metrics: GatewayMetrics, limits: Limits) -> None:
         self._metrics = metrics
+        self._limits = limits
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        if error is None:
+            return
         if isinstance(error, OverloadedError):
+            self._limits.guard()
             self._metrics.rejected(error.status)
         elif isinstance(error, InvalidRequestError):
             self._metrics.rejected(to_api_error(error).status)
@@ -363,7 +368,7 @@ def deadline_of(info: RequestInfo) -> float:
 
 def new_response_id(prefix: str) -> str:
     """An id that nobody can guess and no other gateway gives."""
-    return f"{prefix}-{secrets.token_hex(12)}"
+    return f"{prefix}-{os.urandom(12).hex()}"
 
 
 def unix_now() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import json.encoder
 import time
 from collections.abc import Mapping
 from itertools import groupby
@@ -14,10 +14,17 @@ from starlette.types import Receive, Scope, Send
 
 SLICE_SECONDS = 0.005
 PART_BYTES = 64 * 1024
+_FEW = 1000  # strings that are joined in no time
 
 
-# json.dumps makes an encoder each time when it is given options.
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_make: Any = getattr(json.encoder, "c_make_encoder", None)
+_in_c = _make and _make(None, _encoder.default, json.encoder.encode_basestring, None, ":", ",", False, False, False)
+
+
+def to_json(value: Any) -> str:
+    """JSON without spaces, non-ASCII as it is. `JSONEncoder.encode` makes an encoder for each call."""
+    return _encoder.encode(value) if _in_c is None else "".join(_in_c(value, 0))
 
 
 class Slices:
@@ -43,6 +50,8 @@ class Written(list[str]):
 
 def write_object(fields: Mapping[str, Any]) -> Written:
     """A JSON object, non-ASCII as it is. Values may be `Written`; what stands between those is encoded at once."""
+    if not any(isinstance(value, Written) for value in fields.values()):
+        return Written([to_json(fields)])
     parts: list[str] = []
     for is_written, group in groupby(fields.items(), lambda field: isinstance(field[1], Written)):
         if is_written:
@@ -66,6 +75,8 @@ class SlicedResponse(Response):
     @classmethod
     async def of(cls, written: Written, headers: Mapping[str, str]) -> SlicedResponse:
         """The response with this body."""
+        if len(written) < _FEW and sum(map(len, written)) < PART_BYTES:
+            return cls(["".join(written).encode()], headers)
         slices = Slices()
         parts: list[bytes] = []
         group: list[str] = []

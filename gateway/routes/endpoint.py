@@ -27,6 +27,7 @@ from novainfer.errors import DeadlineError, InvalidRequestError, NovaInferError
 MODE_HEADER = "x-novainfer-mode"  # see `novainfer.mode`
 RECEIPT_HEADER = "x-novainfer-receipt"
 TIMEOUT_HEADER = "x-request-timeout"  # seconds
+_RECEIPT, _TIMEOUT = RECEIPT_HEADER.encode(), TIMEOUT_HEADER.encode()
 LONG_BODY = 256 * 1024  # bytes; the text of larger ones has a process of its own: short ones need not wait for it
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _CLIENT_GONE_STATUS = 499  # for the metrics only; nobody is there to read it
@@ -72,7 +73,7 @@ class Call:
 
     def limit_time(self) -> None:
         """Take in the time limit of the server and the header that shortens it. Raises `InvalidRequestError`."""
-        asked = [value for name, value in self.scope["headers"] if name == TIMEOUT_HEADER.encode()]
+        asked = self._values_of(_TIMEOUT)
         limits = [self.service.config.server.request_timeout or math.inf]
         for value in asked:
             if not _SECONDS.fullmatch(value) or float(value) <= 0:
@@ -83,10 +84,13 @@ class Call:
 
     def wants_receipt(self, request: GenerationRequest) -> bool:
         """Asked for in the body or by a header, which clients can set that know the API's fields alone."""
-        asked = [value for name, value in self.scope["headers"] if name == RECEIPT_HEADER.encode()]
+        asked = self._values_of(_RECEIPT)
         if not all(value in (b"true", b"false") for value in asked):
             raise InvalidRequestError(f"The header {RECEIPT_HEADER} must be true or false.", param=RECEIPT_HEADER)
         return request.receipt or b"true" in asked
+
+    def _values_of(self, header: bytes) -> list[bytes]:
+        return [value for name, value in self.scope["headers"] if name == header]
 
     async def encode(self, job: RenderJob | EncodeJob) -> list[list[int]]:
         """Token ids of each prompt; see `prepare`."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from novainfer.client.engine_link import EngineLink
-from novainfer.client.router import Load, Router
+from novainfer.client.router import HOW_ONLY, Load, Router
 from novainfer.client.stream import Backlog, RequestStream, ShortWay
 from novainfer.errors import OverloadedError
 from novainfer.protocol.messages import AddRequest, Claimed, EngineInfo, EngineStats
@@ -91,6 +91,7 @@ class EngineClient:
         self._changed = asyncio.Event()  # engines came or went
         self.totals = Totals()
         self._replicas: dict[int, _Replica] = {}
+        self._only: _Replica | None = None  # where there is one alone: nothing to compare
         known = {0: endpoints} if isinstance(endpoints, Endpoint) else endpoints
         for number, endpoint in known.items():
             self._add(number, endpoint)
@@ -112,6 +113,7 @@ class EngineClient:
         """These are the engines now (see `Replicas`). What one that has gone, or is dead, still had moves to others."""
         for number in [number for number in self._replicas if number not in endpoints]:
             replica = self._replicas.pop(number)
+            self._only = self._find_only()
             self._router.forget(number)
             if any(one.link.accepts for one in self._replicas.values()):
                 self._move_all(replica, DRAINED)
@@ -140,6 +142,10 @@ class EngineClient:
             beaten=lambda: self._look_after(number),
         )
         self._replicas[number] = _Replica(number, link)
+        self._only = self._find_only()
+
+    def _find_only(self) -> _Replica | None:
+        return next(iter(self._replicas.values())) if len(self._replicas) == 1 else None
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -161,13 +167,17 @@ class EngineClient:
     @property
     def limits(self) -> EngineInfo | None:
         """What it said last while it was ready."""
+        if self._only is not None:
+            return self._only.link.session.limits
         found = [one.link.session.limits for one in self._by_service()]
         return next((limits for limits in found if limits is not None), None)
 
     @property
     def stats(self) -> EngineStats | None:
         """The last figures of the engine where a request would wait least."""
-        found = [one.link.session.stats for one in self._by_service() if len(self._replicas) == 1 or one.serves]
+        if self._only is not None:
+            return self._only.link.session.stats
+        found = [one.link.session.stats for one in self._replicas.values() if one.serves]
         known = [stats for stats in found if stats is not None]
         return min(known, key=lambda stats: stats.queue_seconds, default=None)
 
@@ -179,11 +189,15 @@ class EngineClient:
     @property
     def accepts(self) -> bool:
         """Requests may be submitted: also while engines recover, when they wait with the others."""
+        if self._only is not None:
+            return self._only.link.accepts
         return any(one.link.accepts for one in self._replicas.values())
 
     @property
     def num_accepting(self) -> int:
         """Engines that share the load: at least one."""
+        if self._only is not None:
+            return 1
         return max(1, sum(one.link.accepts and one.drain_by is None for one in self._replicas.values()))
 
     @property
@@ -213,11 +227,10 @@ class EngineClient:
 
     def _by_service(self) -> list[_Replica]:
         """Those that serve first."""
-        replicas = list(self._replicas.values())
-        return replicas if len(replicas) == 1 else sorted(replicas, key=lambda one: not one.serves)
+        return sorted(self._replicas.values(), key=lambda one: not one.serves)
 
     def _one(self) -> _Replica:
-        return self._by_service()[0]
+        return self._only or self._by_service()[0]
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -247,6 +260,8 @@ class EngineClient:
 
     def _choose(self, request: AddRequest) -> _Replica:
         """Where a request goes: to an engine that serves, else to one that recovers."""
+        if self._only is not None and self._only.link.accepts:
+            return self._sent(request, self._only, HOW_ONLY)
         able = [one for one in self._replicas.values() if one.serves]
         able = able or [one for one in self._replicas.values() if one.link.accepts]
         if not able:
@@ -254,9 +269,11 @@ class EngineClient:
         tenant = request.tenant
         loads = [Load(one.number, one.num_sequences, one.link.session.num_live_of(tenant)) for one in able]
         route = self._router.route(request, loads)
-        replica = self._replicas[route.replica]
+        return self._sent(request, self._replicas[route.replica], route.how)
+
+    def _sent(self, request: AddRequest, replica: _Replica, how: str) -> _Replica:
         replica.sent += request.params.n
-        self.totals.routed[route.replica, route.how] += 1
+        self.totals.routed[replica.number, how] += 1
         return replica
 
     def cancel(self, request_id: str, choice: int = -1, complete: bool = False) -> None:

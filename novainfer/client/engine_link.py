@@ -17,7 +17,7 @@ from novainfer.errors import EngineError, OverloadedError, ProtocolError
 from novainfer.protocol.link import BEAT_SECONDS, Packet
 from novainfer.protocol.messages import AliasCancelled, CancelAlias, Claimed, ClaimRequest, EngineInfo
 from novainfer.transport.addresses import Endpoint
-from novainfer.transport.channel import NOBLOCK, connect_dealer, receive_frames, send_frames
+from novainfer.transport.channel import NOBLOCK, connect_dealer, has_message, receive_frames, send_frames
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class EngineLink:
     async def close(self) -> None:
         """Cancel what is live and disconnect."""
         self.session.fail_all(EngineError("The server is shutting down."), tell_engine=True)
+        self.session.tell_told()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._socket is not None and self._context is not None and self._loop is not None:
@@ -200,13 +201,11 @@ class EngineLink:
 
     def _take_message(self, *, is_behind: bool) -> bool:
         """Handle the next one; whether there was one."""
-        if self._socket is None:
+        if self._socket is None or not has_message(self._socket):
             return False
         self._backlog.is_behind = is_behind
         try:
             self.session.take(Packet.of(receive_frames(self._socket, NOBLOCK)), time.monotonic())
-        except zmq.Again:
-            return False
         except ProtocolError as error:
             self.session.num_protocol_errors += 1
             log.error("message from the scheduler dropped: %s", error)

@@ -7,7 +7,6 @@ entry takes each index once, in order.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -162,7 +161,7 @@ class Journal:
         self._next_ref = 0
         self.choices: dict[int, LiveChoice] = {}
         self.ways: dict[int, ShortWay] = {}
-        self.of_tenant: Counter[str] = Counter()  # live entries
+        self._of_tenant: dict[str, int] = {}  # live entries
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -177,11 +176,15 @@ class Journal:
         if request_id in self._entries:
             raise ValueError(f"request {request_id} is in the journal already")
         self._entries[request_id] = entry
-        self.of_tenant[entry.request.tenant] += 1
-        entry.request = replace(entry.request, ref=self._next_ref)
+        self._of_tenant[entry.request.tenant] = self.num_of(entry.request.tenant) + 1
+        entry.request = entry.request.numbered(self._next_ref)
         for choice, emitted in enumerate(entry.emitted):
             self.choices[self._next_ref + choice] = LiveChoice(entry, choice, emitted)
         self._next_ref += len(entry.emitted)
+
+    def num_of(self, tenant: str) -> int:
+        """Live entries of a tenant."""
+        return self._of_tenant.get(tenant, 0)
 
     def get(self, request_id: str) -> JournalEntry | None:
         """The live entry, if there is one."""
@@ -207,10 +210,9 @@ class Journal:
         """Forget a request that has ended."""
         entry = self._entries.pop(request_id, None)
         if entry is not None:
-            tenant = entry.request.tenant
-            self.of_tenant[tenant] -= 1
-            if not self.of_tenant[tenant]:
-                del self.of_tenant[tenant]
+            left = self._of_tenant.pop(entry.request.tenant) - 1
+            if left:
+                self._of_tenant[entry.request.tenant] = left
             for choice in range(len(entry.emitted)):
                 self.choices.pop(entry.request.ref + choice, None)
                 self.ways.pop(entry.request.ref + choice, None)

@@ -81,6 +81,7 @@ class GatewaySession:
         self._intake = Intake(self._journal, self._sinks, backlog or Backlog(), self._end_whole, self._break)
         self._epoch = 0  # the newest that was heard of
         self._untold: set[str] = set()  # streams that have ended, kept by the engine while they are being read
+        self._told: list[str] = []  # and such as have been: the engine hears of them with what is next
         self._questions: dict[int, CancelAlias | ClaimRequest] = {}  # by query, without an answer
         self._link = first_link - 1
         self.num_links = 0
@@ -106,7 +107,7 @@ class GatewaySession:
 
     def num_live_of(self, tenant: str) -> int:
         """Those of one tenant."""
-        return self._journal.of_tenant[tenant]
+        return self._journal.num_of(tenant)
 
     def has(self, request_id: str) -> bool:
         """Whether it is live here."""
@@ -122,6 +123,7 @@ class GatewaySession:
         self._num_sent = 1  # the Hello
         self._is_open = False  # the engine was told of the journal
         self._untold.clear()
+        self._told.clear()
 
     def _say_hello(self) -> None:
         self._send_packet(Packet(self._link, 0, Hello(self._gateway_id)))
@@ -136,6 +138,7 @@ class GatewaySession:
 
     def beat(self, now: float) -> None:
         """To be called every `BEAT_SECONDS`: tells that we live, and what was taken; gives a lost scheduler up."""
+        self.tell_told()
         if self._inbox.num_taken:
             self._send(Heartbeat(self._inbox.num_taken))
         else:
@@ -192,6 +195,7 @@ class GatewaySession:
                     sink.push(TokenOutput(request.request_id, choice, 0, token_ids, num_cached_tokens=cached))
             if self._is_open:
                 self._send_entry(entry, now)
+        self.tell_told()
 
     def cancel(self, request_id: str, choice: int = -1, complete: bool = False) -> None:
         """End a request, or one choice of it, here and in the engine. No output of it follows but the end.
@@ -215,10 +219,16 @@ class GatewaySession:
             self._end(request_id, keep=complete)
 
     def told(self, request_id: str) -> None:
-        """The reader of a request that has ended has all of it."""
+        """The reader of a request that has ended has all of it. That is no news to wake the engine for."""
         if request_id in self._untold:
             self._untold.remove(request_id)
+            self._told.append(request_id)
+
+    def tell_told(self) -> None:
+        """Let the engine forget the streams that have been read."""
+        for request_id in self._told:
             self._tell(Told(request_id))
+        self._told.clear()
 
     def shorten(self, request_id: str, choice: int, way: ShortWay) -> None:
         """From now on plain tokens of a live choice go there while that is open, else to its sink."""

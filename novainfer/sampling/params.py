@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from novainfer.errors import InvalidRequestError
@@ -95,6 +97,9 @@ INT_BOUNDS: dict[str, tuple[int, int]] = {
 _LISTS = ("allowed_token_ids", "banned_token_ids", "stop", "stop_token_ids")
 _BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+_NUMBERS = tuple(name for name in (*FLOAT_BOUNDS, *INT_BOUNDS, *_BOOLS) if name != "seed")  # each request has its own
+_numbers = attrgetter(*_NUMBERS)
+_lists = attrgetter(*_LISTS, "logit_bias")
 
 
 def validate(params: SamplingParams, *, vocab_size: int) -> None:
@@ -102,6 +107,26 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
 
     vocab_size: width of the logits (not of the tokenizer); every token id named must lie below it.
     """
+    values = _numbers(params)
+    try:
+        _check_numbers(values, tuple(map(type, values)))
+    except TypeError:  # one has no hash, so it is none
+        _check_fields(params)
+    if params.seed is not None:
+        _check_number("seed", params.seed, *INT_BOUNDS["seed"], integral=True)
+    if params.allowed_token_ids is not None or any(_lists(params)):
+        _check_token_ids(params, vocab_size)
+        _check_stop_strings(params.stop)
+
+
+@lru_cache(maxsize=1024)
+def _check_numbers(values: tuple[Any, ...], kinds: tuple[type, ...]) -> None:
+    """`_check_fields` once for what many requests have alike. kinds: of the values, since 1 is True, and 1.0."""
+    _check_fields(SamplingParams(**dict(zip(_NUMBERS, values, strict=True))))
+
+
+def _check_fields(params: SamplingParams) -> None:
+    """All that stands in no list."""
     for name, (low, high) in FLOAT_BOUNDS.items():
         value = getattr(params, name)
         if not (type(value) is float and low <= value <= high):  # as it nearly always is
@@ -119,8 +144,6 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
         raise InvalidRequestError("top_p must be above 0.", param="top_p")
     if params.min_tokens > params.max_tokens:
         raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
-    _check_token_ids(params, vocab_size)
-    _check_stop_strings(params.stop)
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 from novainfer.text.tokenizer import Tokenizer
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
 
 class Detokenizer:
     """Decodes one choice.
@@ -23,7 +25,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._pieces = tokenizer.pieces
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8Decoder("replace")
         self._whole_text = tokenizer.whole_text
         self._needs_context = not self._pieces.byte_level  # what a token adds depends on those before it
         self._byte_run = bytearray()

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from gateway import limits
 from gateway.door import Door
 from novainfer.text.tokenizer import Tokenizer
 from tests.online.gateways import GatewayThread, start_pair
 
 pytestmark = pytest.mark.stage2
 
+IS_GUARDED = Door.is_guarded
 BODY = b'{"prompt": "hello", "max_tokens": 100}'
 VARYING = re.compile(rb"(date: |x-request-id: req-|processing-ms: |retry-after(-ms)?: |x-ratelimit-[a-z-]+: )[^\r]*")
 
@@ -101,7 +103,19 @@ def full(full_pair: Full, monkeypatch: pytest.MonkeyPatch) -> Full:
         return answer
 
     monkeypatch.setattr(Door, "refusal", watch)
+    monkeypatch.setattr(Door, "is_guarded", True)
     return full_pair
+
+
+def test_given_a_door_that_is_open_when_a_request_has_no_room_then_the_next_one_is_refused_at_the_door(
+    full_pair: Full, full: Full, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "GUARD_SECONDS", 60.0)
+    monkeypatch.setattr(Door, "is_guarded", IS_GUARDED)
+    monkeypatch.setattr(full.gateway.service.limits, "_guarded_until", 0.0)
+    inside, at_door = full.talk(message()), full.talk(message())
+    assert full.refused_at_door == [at_door]
+    assert [parse(answer)[0][0] for answer in (inside, at_door)] == [503, 503]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -20,6 +20,7 @@ class ScriptedDoor:
     """Refuses what is sent to `/full`."""
 
     def __init__(self) -> None:
+        self.is_guarded = True
         self.asked: list[int] = []  # bytes of each body
         self.fails = False
 

@@ -218,3 +218,98 @@ def test_given_no_door_when_requests_come_then_all_are_let_in() -> None:
         assert talk.got == [("/full", b"{}")]
 
     in_loop(body)
+
+
+def _answering_at_once(talk: Talk) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"no"})
+        talk.has_answered.set()
+
+    talk.protocol.app = app
+
+
+def test_given_an_open_door_when_a_short_body_comes_late_then_an_answer_waits_for_it_and_the_connection_goes_on() -> (
+    None
+):
+    async def body() -> None:
+        talk = Talk()
+        talk.door.is_guarded = False
+        _answering_at_once(talk)
+        first, second = post("/a", b"12345"), post("/b", b"12345")
+        talk.read(first[:-5])
+        await asyncio.sleep(0)
+        assert talk.wire.written == b""
+        talk.read(first[-5:])
+        await talk.answer()
+        talk.read(second[:-5])
+        talk.read(second[-5:])
+        await talk.answer()
+        assert talk.wire.written.count(b"401") == 2
+        assert not talk.door.asked
+        assert not talk.wire.is_closed
+        assert talk.protocol._body_timer is None
+
+    in_loop(body)
+
+
+def test_given_an_open_door_when_a_short_body_does_not_come_then_the_application_waits_for_it() -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.door.is_guarded = False
+        started = asyncio.Event()
+        talk.protocol.app = _telling(talk.protocol.app, started)
+        talk.read(post("/a")[:-1])
+        await started.wait()
+        talk.read(b"}")
+        await talk.answer()
+        assert talk.got == [("/a", b"{}")]
+
+    in_loop(body)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [post("/a", b"x" * MAX_HELD_BYTES + b"y")[:-1], post("/a", b"{}", b"Expect: 100-continue")[:-2]],
+    ids=["long", "expecting"],
+)
+def test_given_an_open_door_when_a_body_is_not_to_be_waited_for_then_the_application_begins_at_once(
+    first: bytes,
+) -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.door.is_guarded = False
+        started = asyncio.Event()
+        talk.protocol.app = _telling(talk.protocol.app, started)
+        talk.read(first)
+        assert talk.protocol._unstarted is None
+        await started.wait()
+        talk.protocol.connection_lost(None)
+
+    in_loop(body)
+
+
+def test_given_an_open_door_when_the_client_leaves_before_its_body_then_nothing_begins() -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.door.is_guarded = False
+        talk.read(post("/a")[:-1])
+        timer = talk.protocol._body_timer
+        assert timer is not None
+        talk.protocol.connection_lost(None)
+        assert timer.cancelled()
+        assert talk.protocol._unstarted is None
+
+    in_loop(body)
+
+
+def test_given_an_open_door_when_the_server_shuts_down_before_a_body_then_it_is_answered() -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.door.is_guarded = False
+        talk.read(post("/a")[:-1])
+        talk.protocol.shutdown()
+        talk.read(b"}")
+        assert (await talk.answer()).endswith(b"ok")
+
+    in_loop(body)

@@ -453,7 +453,23 @@ def test_given_a_request_that_has_ended_when_its_reader_has_all_then_the_engine_
     gateway.sent()
     gateway.session.told("r")
     gateway.session.told("r")
-    assert [packet.message for packet in gateway.sent()] == words
+    assert gateway.sent() == []  # not worth a message of its own
+    gateway.submit(message("next"))
+    _, *others = [packet.message for packet in gateway.sent()]
+    assert others == words
+    gateway.session.tell_told()
+    assert gateway.sent() == []
+
+
+def test_given_a_stream_that_was_read_when_a_beat_is_due_then_the_engine_is_told() -> None:
+    gateway = Gateway()
+    gateway.ready()
+    gateway.submit(message(answer="a stream"))
+    gateway.hear(batch(0, 4, end=FINISH_LENGTH))
+    gateway.sent()
+    gateway.session.told("r")
+    gateway.session.beat(0.0)
+    assert Told("r") in [packet.message for packet in gateway.sent()]
 
 
 def test_given_a_question_without_an_answer_when_the_next_link_opens_then_it_is_asked_again_until_given_up() -> None:

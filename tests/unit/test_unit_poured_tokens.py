@@ -431,7 +431,7 @@ def test_given_a_client_that_has_gone_when_a_token_comes_then_nothing_is_written
             server.come(place, 5 + place)
             await settle()
         server.cycle.disconnected = True
-        server.cycle.message_event.set()
+        server.cycle.flow.on_lost()  # as the connection calls it
         await settle()
         before = server.pipe.data
         server.come(2, 7)

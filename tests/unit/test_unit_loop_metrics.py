@@ -1,14 +1,14 @@
-"""The histogram of what happens with every token says what prometheus-client's own says."""
+"""The metrics of an event loop say what prometheus-client's own say."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.histogram import TokenHistogram
+from gateway.loop_metrics import LoopCounter, LoopHistogram
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage1]
 
@@ -23,7 +23,7 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str
 
 def test_given_values_of_all_sizes_when_both_histograms_are_scraped_then_they_agree() -> None:
     registry, theirs_registry = CollectorRegistry(), CollectorRegistry()
-    ours = TokenHistogram("latency_seconds", "Help.", BUCKETS, {"model_name": 'a "model"'})
+    ours = LoopHistogram("latency_seconds", "Help.", BUCKETS, {"model_name": 'a "model"'})
     registry.register(ours)
     theirs = Histogram("latency_seconds", "Help.", ["model_name"], buckets=BUCKETS, registry=theirs_registry)
     child = theirs.labels('a "model"')
@@ -35,3 +35,20 @@ def test_given_values_of_all_sizes_when_both_histograms_are_scraped_then_they_ag
         for _ in range(count):
             child.observe(value)
     assert samples(registry) == pytest.approx(samples(theirs_registry))
+
+
+@pytest.mark.parametrize("label_names", [[], ["outcome"], ["method", "status"]])
+def test_given_counts_when_both_counters_are_scraped_then_they_agree(label_names: list[str]) -> None:
+    registry, theirs_registry = CollectorRegistry(), CollectorRegistry()
+    ours = LoopCounter("requests", 'Help, "quoted".', label_names)
+    registry.register(ours)
+    theirs = Counter("requests", 'Help, "quoted".', label_names, registry=theirs_registry)
+    assert samples(registry) == samples(theirs_registry)
+    rng = random.Random(2)
+    for _ in range(50):
+        values = [rng.choice(["a", 'with "quotes"', ""]) for _ in label_names]
+        amount = rng.randrange(3)
+        ours.labels(*values).inc(amount)
+        (theirs.labels(*values) if values else theirs).inc(amount)
+    assert samples(registry) == samples(theirs_registry)
+    assert len(samples(registry)) == 3 ** len(label_names)
