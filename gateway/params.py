@@ -49,6 +49,8 @@ def check_repeated(
     request: ChatRequest | CompletionRequest, params: SamplingParams, prompts: list[tuple[list[int], str]]
 ) -> None:
     """Raise `InvalidRequestError` if too much of the prompts, given as (token ids, text to echo), would be told."""
+    if params.prompt_logprobs is None and not (request.return_token_ids or any(echo for _, echo in prompts)):
+        return
     num_tokens = sum(len(token_ids) for token_ids, _ in prompts)
     is_chat = isinstance(request, ChatRequest)
     shapes = (request.prompt_logprobs is not None) + (params.prompt_logprobs is not None and _echoes_logprobs(request))
@@ -87,7 +89,7 @@ def _sampling_params(
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         seed=draw_seed() if request.seed is None else request.seed,
-        logit_bias=_logit_bias(request.logit_bias),
+        logit_bias=_logit_bias(request.logit_bias) if request.logit_bias else {},
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         banned_token_ids=_banned_token_ids(request, tokenizer, info.vocab_size),
         stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop),
@@ -201,7 +203,8 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 def _banned_token_ids(request: GenerationRequest, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """The request's, its bad words', and those that the model's generation_config.json suppresses."""
     always = [token_id for token_id in tokenizer.generation_defaults.banned_token_ids if token_id < vocab_size]
-    return (*request.banned_token_ids, *_bad_word_ids(request.bad_words, tokenizer), *always)
+    words = _bad_word_ids(request.bad_words, tokenizer) if request.bad_words else ()
+    return (*request.banned_token_ids, *words, *always)
 
 
 def _bad_word_ids(words: list[str], tokenizer: Tokenizer) -> list[int]:
