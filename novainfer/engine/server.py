@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import time
+from typing import Any
 
 import zmq
 from setproctitle import setproctitle
@@ -27,7 +28,6 @@ from novainfer.protocol.link import BEAT_SECONDS, Packet, packets_in
 from novainfer.protocol.supervision import FIRST_EPOCH, ORDERS_SCHEMA, ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildStarted
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import (
-    NOBLOCK,
     bind_pull,
     bind_router,
     connect_push,
@@ -66,9 +66,9 @@ class SchedulerServer:
         self._started = ChildStarted(ROLE_SCHEDULER, replica, os.getpid(), epoch=epoch)
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_w.setblocking(False)
-        self._poller = zmq.Poller()
-        for source in (self._gateway_socket, self._executor.socket, self._orders, self._wake_r):
-            self._poller.register(source, zmq.POLLIN)
+        # In this order: what the supervisor says comes first.
+        sources = (self._orders, self._gateway_socket, self._executor.socket, self._wake_r.fileno())
+        self._sources: list[tuple[Any, int]] = [(source, int(zmq.POLLIN)) for source in sources]
         self._stopping = False
 
     def run(self) -> None:
@@ -93,28 +93,25 @@ class SchedulerServer:
             self._context.term()
 
     def _receive(self, timeout: float) -> None:
-        if timeout:
-            ready = dict(self._poller.poll(int(timeout * 1000)))
-            has_order, is_spoken_to = self._orders in ready, self._gateway_socket in ready
-        else:  # looking at the two sockets costs less
-            has_order, is_spoken_to = has_message(self._orders), has_message(self._gateway_socket)
-        if has_order:
-            self._take_order()
-        if is_spoken_to:
-            self._hear_gateways()
+        for source, _ in zmq.zmq_poll(self._sources, int(timeout * 1000)):
+            if source is self._gateway_socket:
+                self._hear_gateways()
+            elif source is self._orders:
+                self._take_order()
 
     def _hear_gateways(self) -> None:
+        """Take what they have sent; there is something."""
         left = _MAX_PACKETS_PER_TURN
-        while left > 0:
+        while True:
+            identity, *frames = receive_frames(self._gateway_socket)
+            left -= max(len(frames) // 2, 1)
             try:
-                identity, *frames = receive_frames(self._gateway_socket, NOBLOCK)
-                left -= max(len(frames) // 2, 1)
                 for packet in packets_in(frames):
                     self._replica.handle(identity, packet, time.monotonic())
-            except zmq.Again:
-                return
             except ProtocolError as error:
                 logger.warning("dropped what is not a gateway's message: %s", error)
+            if left <= 0 or not has_message(self._gateway_socket):
+                return
 
     def _take_order(self) -> None:
         try:

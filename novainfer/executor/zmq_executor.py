@@ -55,11 +55,11 @@ class ZmqExecutor:
 
     def try_ready(self) -> ExecutorInfo | None:
         """Take the hellos that have come; the info once all ranks have loaded. Raises `EngineError` if one failed."""
-        return self._take_hellos(time.monotonic())
+        return self._take_hellos(0.0)
 
     def wait_ready(self, timeout: float) -> ExecutorInfo:
         """Wait until all ranks have loaded. Raises `EngineError` after `timeout` seconds or when a rank fails."""
-        info = self._take_hellos(time.monotonic() + timeout)
+        info = self._take_hellos(timeout)
         if info is None:
             raise EngineError(f"ranks {self._ranks.missing} were not ready within {timeout:g} s")
         return info
@@ -70,15 +70,15 @@ class ZmqExecutor:
 
     def collect(self, timeout: float | None) -> StepResult | None:
         """The oldest unanswered step's result, None after `timeout` seconds. Raises `EngineError` if workers failed."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout if timeout else None
         while (result := self._ranks.collect()) is None:
-            if not self._receive(deadline):
+            if not self._receive(timeout if deadline is None else deadline - time.monotonic()):
                 return None
         return result
 
     def listen(self) -> None:
         """Take in what has come although no step is out. Raises `EngineError` if it says that the workers failed."""
-        while self._receive(time.monotonic()):
+        while self._receive(0.0):
             pass
         self._ranks.listen()
 
@@ -91,8 +91,9 @@ class ZmqExecutor:
         if self._authenticator is not None:
             self._authenticator.stop()
 
-    def _take_hellos(self, deadline: float) -> ExecutorInfo | None:
-        while (info := self._ranks.try_ready()) is None and self._receive(deadline):
+    def _take_hellos(self, timeout: float) -> ExecutorInfo | None:
+        deadline = time.monotonic() + timeout
+        while (info := self._ranks.try_ready()) is None and self._receive(deadline - time.monotonic()):
             pass
         return info
 
@@ -111,12 +112,11 @@ class ZmqExecutor:
             return False
         return True
 
-    def _receive(self, deadline: float | None) -> bool:
-        """Take in one message; False if none came until `deadline` (time.monotonic(), None = wait)."""
-        if not has_message(self.socket):  # costs less than a poll, which is for those who wait
-            wait = None if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
-            if wait == 0 or not self.socket.poll(wait):
-                return False
+    def _receive(self, timeout: float | None) -> bool:
+        """Take in one message; False if none came within `timeout` seconds (None = for ever)."""
+        wait = -1 if timeout is None else math.ceil(timeout * 1000) if timeout > 0.0 else 0
+        if not has_message(self.socket, wait):
+            return False
         frames = receive_frames(self.socket)
         try:
             if len(frames) == 2:

@@ -18,7 +18,7 @@ if zmq.zmq_version_info() < (4, 3, 3):
 
 _ZAP_DOMAIN = "novainfer"
 # Arithmetic with the enumerations is slow, and these are wanted several times a turn.
-_POLLIN, _SNDMORE, _RCVMORE = int(zmq.POLLIN), int(zmq.SNDMORE), int(zmq.RCVMORE)
+_POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
 _KEEPALIVE_SECONDS = 60
 
 NOBLOCK = int(zmq.NOBLOCK)
@@ -70,9 +70,11 @@ def connect_push(context: zmq.Context[S], endpoint: Endpoint) -> S:
     return _connect(socket, endpoint)
 
 
-def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether one can be received at once."""
-    return bool(int(socket.get(zmq.EVENTS)) & _POLLIN)
+def has_message(socket: zmq.Socket[bytes], timeout_ms: int = 0) -> bool:
+    """Whether one can be received at once, or comes in time; -1: wait for it. The socket's own `poll` and its option
+    for that make several objects each time.
+    """
+    return bool(zmq.zmq_poll([(socket, _POLLIN)], timeout_ms))
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes], flags: int = 0) -> None:
@@ -86,9 +88,11 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes], flags: int =
 
 def receive_frames(socket: zmq.Socket[bytes], flags: int = 0) -> list[bytes]:
     """The frames of the next message: `recv_multipart`, in less time."""
-    frames = [socket.recv(flags)]
-    while socket.get(_RCVMORE):
-        frames.append(socket.recv(flags))
+    frame = socket.recv(flags, copy=False)
+    frames = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(flags, copy=False)
+        frames.append(frame.bytes)
     return frames
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,23 +18,11 @@ pytestmark = [pytest.mark.unit, pytest.mark.stage2]
 
 
 class Inbox:
-    """A socket with these messages, and the replica that hears them."""
+    """A socket with messages, and the replica that hears them."""
 
-    def __init__(self, *messages: list[bytes]) -> None:
-        self.messages = deque(messages)
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.heard: list[tuple[bytes, int]] = []
-        self._frames: deque[bytes] = deque()  # of the message that is being received
-
-    def recv(self, flags: int) -> bytes:
-        if not self._frames:
-            if not self.messages:
-                raise zmq.Again
-            self._frames.extend(self.messages.popleft())
-        return self._frames.popleft()
-
-    def get(self, option: int) -> int:
-        assert option == zmq.RCVMORE
-        return len(self._frames)
+        self._socket = socket
 
     def handle(self, identity: bytes, packet: Packet, now: float) -> None:
         self.heard.append((identity, packet.number))
@@ -41,10 +30,30 @@ class Inbox:
     def hear(self) -> list[tuple[bytes, int]]:
         """What comes of one turn."""
         server: Any = SchedulerServer.__new__(SchedulerServer)
-        server._gateway_socket = server._replica = self
+        server._gateway_socket, server._replica = self._socket, self
         server._hear_gateways()
         heard, self.heard = self.heard, []
         return heard
+
+    def num_left(self) -> int:
+        """Messages that were not heard; they are gone then."""
+        count = 0
+        while self._socket.poll(0):
+            self._socket.recv_multipart()
+            count += 1
+        return count
+
+
+@contextmanager
+def inbox_with(*messages: list[bytes]) -> Iterator[Inbox]:
+    """An inbox that has these."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.PAIR) as taker, context.socket(zmq.PAIR) as sender:
+        taker.bind("inproc://door")
+        sender.connect("inproc://door")
+        for frames in messages:
+            sender.send_multipart(frames)
+        yield Inbox(taker)
 
 
 def message(identity: bytes, *numbers: int) -> list[bytes]:
@@ -52,20 +61,20 @@ def message(identity: bytes, *numbers: int) -> list[bytes]:
 
 
 def test_given_messages_of_several_packets_when_heard_then_each_is_handled_in_order() -> None:
-    inbox = Inbox(message(b"a", 0, 1, 2), message(b"b", 0), message(b"a", 3))
-    assert inbox.hear() == [(b"a", 0), (b"a", 1), (b"a", 2), (b"b", 0), (b"a", 3)]
+    with inbox_with(message(b"a", 0, 1, 2), message(b"b", 0), message(b"a", 3)) as inbox:
+        assert inbox.hear() == [(b"a", 0), (b"a", 1), (b"a", 2), (b"b", 0), (b"a", 3)]
 
 
 def test_given_what_is_no_packet_when_heard_then_the_messages_behind_it_are_handled() -> None:
-    inbox = Inbox([b"a"], [b"a", b"?", b"?"], [*message(b"a", 0), b"?", b"?"], message(b"b", 0))
-    assert inbox.hear() == [(b"a", 0), (b"b", 0)]
+    with inbox_with([b"a"], [b"a", b"?", b"?"], [*message(b"a", 0), b"?", b"?"], message(b"b", 0)) as inbox:
+        assert inbox.hear() == [(b"a", 0), (b"b", 0)]
 
 
 def test_given_a_flood_when_heard_then_a_turn_takes_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_MAX_PACKETS_PER_TURN", 4)
-    inbox = Inbox(*(message(b"a", 3 * i, 3 * i + 1, 3 * i + 2) for i in range(3)), *([[b"a"]] * 6))
-    assert [number for _, number in inbox.hear()] == [0, 1, 2, 3, 4, 5], "a message is taken whole"
-    assert [number for _, number in inbox.hear()] == [6, 7, 8]
-    assert len(inbox.messages) == 5
-    inbox.hear()
-    assert len(inbox.messages) == 1
+    packets = [message(b"a", 3 * i, 3 * i + 1, 3 * i + 2) for i in range(3)]
+    with inbox_with(*packets, *([[b"a"]] * 6)) as inbox:
+        assert [number for _, number in inbox.hear()] == [0, 1, 2, 3, 4, 5], "a message is taken whole"
+        assert [number for _, number in inbox.hear()] == [6, 7, 8], "and one that is no packet counts as one"
+        assert inbox.hear() == []
+        assert inbox.num_left() == 1
