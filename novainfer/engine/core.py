@@ -57,10 +57,11 @@ class EngineCore:
 
     def submit(self) -> int:
         """Submit plans until enough are in flight or nothing can be scheduled; returns how many."""
-        count = 0
-        self._look_at_the_clock()
-        while self.scheduler.num_in_flight < self._steps_in_flight:
-            plan = self.scheduler.schedule()
+        count, scheduler = 0, self.scheduler
+        if self._clock is not None:
+            scheduler.now = self._clock()
+        while scheduler.num_in_flight < self._steps_in_flight:
+            plan = scheduler.schedule()
             if plan is None:
                 break
             self._executor.submit(plan)
@@ -77,9 +78,6 @@ class EngineCore:
         result = self._executor.collect(timeout)
         if result is None and timeout is None:
             raise EngineError(f"{self.scheduler.num_in_flight} steps are out, but the workers have none to answer")
-        self._look_at_the_clock()
-        return None if result is None else self.scheduler.update(result)
-
-    def _look_at_the_clock(self) -> None:
         if self._clock is not None:
             self.scheduler.now = self._clock()
+        return None if result is None else self.scheduler.update(result)

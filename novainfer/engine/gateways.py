@@ -90,7 +90,7 @@ class GatewayLink:
         self._inbox = Inbox()
         self._num_sent = 0
         self._num_acknowledged = 0
-        self._held = _Held()
+        self._held: _Held | None = None
 
     def is_new(self, packet: Packet, now: float) -> bool:
         """Whether to handle it. Raises `ProtocolError` if one before it was lost: the link is of no use then."""
@@ -102,8 +102,8 @@ class GatewayLink:
         if num_received > self._num_sent:
             raise ProtocolError(f"{num_received} packets were taken of {self._num_sent}")
         self._num_acknowledged = max(self._num_acknowledged, num_received)
-        if self._has_credit:
-            held, self._held = self._held, _Held()
+        if self._held is not None and self._has_credit:
+            held, self._held = self._held, None
             for message in held.messages():
                 self._send(message)
 
@@ -112,6 +112,8 @@ class GatewayLink:
         if self._has_credit:
             self._send(message)
         else:
+            if self._held is None:
+                self._held = _Held()
             self._held.put(message)
 
     def ended(self, request_id: str) -> None:

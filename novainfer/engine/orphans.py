@@ -43,6 +43,8 @@ class Orphans:
 
     def expired(self, now: float) -> list[str]:
         """Take out those whose time is over."""
+        if not self._entries:
+            return []
         over = [name for name, entry in self._entries.items() if max(entry.until, entry.lent_until) <= now]
         for request_id in over:
             del self._entries[request_id]

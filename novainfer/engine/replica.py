@@ -96,14 +96,17 @@ class Replica:
     def turn(self, now: float) -> bool:
         """Do what can be done after messages were handled; True if there may be more to do at once."""
         moved = self._advance(now)
-        self._publish_stats(now)
+        if now >= self._next_stats:
+            self._publish_stats(now)
         self._drop_gateways(now)
         return moved
 
     def _advance(self, now: float) -> bool:
         if self._engine is not None:
-            self._publish(self._engine.scheduler.expire(now))
-            self._refuse(self._engine.scheduler.give_up_waiting(now))
+            if ended := self._engine.scheduler.expire(now):
+                self._publish(ended)
+            if refused := self._engine.scheduler.give_up_waiting(now):
+                self._refuse(refused)
         if self._have_failed:
             with suppress(EngineError):
                 self._executor.listen()  # what is not read would wake us again and again
@@ -278,7 +281,7 @@ class Replica:
 
     def _drop_gateways(self, now: float) -> None:
         """Give up those that are gone, and the requests that nobody has claimed in time."""
-        for identity, gateway in list(self._gateways.items()):
+        for identity, gateway in tuple(self._gateways.items()):
             if not gateway.is_reachable or now - gateway.heard_at > GATEWAY_PATIENCE:
                 words = "gateway %s is gone, its streams wait to be claimed" if gateway.live else "gateway %s is gone"
                 logger.log(logging.WARNING if gateway.live else logging.INFO, words, gateway.gateway_id)
@@ -359,8 +362,6 @@ class Replica:
                 self._gateways[identity].say(rejected)
 
     def _publish_stats(self, now: float) -> None:
-        if now < self._next_stats:
-            return
         self._next_stats = now + BEAT_SECONDS
         waits = not self._has_workers or (self._engine is not None and self._engine.scheduler.num_in_flight > 0)
         self._links.to_supervisor(SchedulerPulse(self._number, self._epoch, self._num_steps, waits))

@@ -155,6 +155,18 @@ class Cohort:
 
     # -- a plan -----------------------------------------------------------------------------------------------
 
+    def may_go_on(self) -> bool:
+        """Whether anybody who runs may have tokens in the next plan: not while all that is left of them is in flight.
+        Whoever may have drafts is to be asked.
+        """
+        if self._members:
+            return True
+        for s in self.others:
+            left = len(s.token_ids) + s.num_pending - s.num_computed_tokens
+            if left > 1 or s.drafts is not None or (left == 1 and s.num_computed_tokens + 1 < s.end_len - s.num_ahead):
+                return True
+        return False
+
     def starting_blocks(self, step: int) -> list[Sequence]:
         """The members whose token of this step, the next one, is the first of a block; in order of age."""
         return list(self._phases[-step % self._block_size])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from novainfer.scheduler.request import Request
 
@@ -28,10 +28,12 @@ class Deadlines:
             heapq.heapify(self._entries)
         heapq.heappush(self._entries, (request.deadline, request.arrival, request.request_id))
 
-    def passed(self, now: float, live: Mapping[str, Request]) -> Iterator[Request]:
+    def passed(self, now: float, live: Mapping[str, Request]) -> list[Request]:
         """Those of the live ones whose time is over, each once."""
+        found = []
         while self._entries and self._entries[0][0] <= now:
             _, arrival, request_id = heapq.heappop(self._entries)
             request = live.get(request_id)
             if request is not None and request.arrival == arrival:
-                yield request
+                found.append(request)
+        return found

@@ -50,7 +50,10 @@ class Isolation:
 
         One that was sent again may be held back: its turn comes when choice 0 has computed the prompt.
         """
-        return next((s for s in self._suspects if s.is_running or s in waiting), None)
+        for sequence in self._suspects:
+            if sequence.is_running or sequence in waiting:
+                return sequence
+        return None
 
     def runs_alone(self, sequence: Sequence | None) -> None:
         """The next step has this suspect alone; None: it is a step like any other."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from novainfer.scheduler.batch import StepRecord
+
 # Tenants far above their share may make a step so many times as long; steps of up to so many seconds disturb nobody.
 MOST_GROWTH = 1.5
 UNDISTURBED_SECONDS = 0.02
@@ -15,6 +17,8 @@ _UNKNOWN_COST = 0.3  # of one more token, before anything was measured
 _CONTEXT_UNIT = 1000.0  # tokens; keeps the numbers of one size
 _TOKEN_UNIT = 100.0
 _SIZE = 4  # numbers to learn
+_DIAGONAL = (0, 4, 7, 9)  # of a symmetric matrix of that size, whose upper half is one list, row by row
+_HALF = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))  # where each of its items is there
 _FEW_DRAFTS = 2.0  # steps with drafts that are assumed until there were some
 _DRAFTS_PART = 0.25  # of a step's time: what drafts added to those
 
@@ -28,11 +32,21 @@ class StepPace:
     """
 
     def __init__(self) -> None:
-        self._moments = [[_RIDGE if i == j else 0.0 for j in range(_SIZE)] for i in range(_SIZE)]
+        self._moments = [_RIDGE if i in _DIAGONAL else 0.0 for i in range(_DIAGONAL[-1] + 1)]
         self._sums = [0.0] * _SIZE
+        self._last_result = 0.0  # when it came
         self._num_steps = 0
         self._untaken: list[tuple[float, int, int, int]] = []  # steps that wait to be taken together
         self._weights: tuple[float, ...] | None = None
+
+    def measure(self, record: StepRecord, now: float, num_drafted: int) -> None:
+        """A step's result is here. How long it took, from the result before it or its submission, which is known; one
+        that nobody needs may have been left.
+        """
+        began = max(self._last_result, record.submitted or 0.0)
+        self._last_result = now
+        if now > began and any(not sequence.finished for sequence in record.sequences):
+            self.observe(now - began, record.num_tokens, record.context, num_drafted)
 
     def observe(self, seconds: float, num_tokens: int, context: int, num_drafted: int = 0) -> None:
         """A step with so many tokens, and drafts besides, took so long."""
@@ -45,15 +59,16 @@ class StepPace:
             self._weights = None
 
     def _take(self, seconds: float, num_tokens: int, context: int, num_drafted: int) -> None:
-        x = (1.0, (num_tokens + num_drafted) / _TOKEN_UNIT, context / _CONTEXT_UNIT, float(num_drafted > 0))
-        for i in range(_SIZE):
-            self._sums[i] = self._sums[i] * _KEPT + x[i] * seconds
-            row = self._moments[i]
-            for j in range(_SIZE):
-                row[j] = row[j] * _KEPT + x[i] * x[j] + (_RIDGE * (1 - _KEPT) if i == j else 0.0)
+        t, c, d = (num_tokens + num_drafted) / _TOKEN_UNIT, context / _CONTEXT_UNIT, float(num_drafted > 0)
+        products = (1.0, t, c, d, t * t, t * c, t * d, c * c, c * d, d * d)
+        moments = [moment * _KEPT + product for moment, product in zip(self._moments, products, strict=True)]
+        for i in _DIAGONAL:
+            moments[i] += _RIDGE * (1 - _KEPT)
+        sums = [total * _KEPT + x * seconds for total, x in zip(self._sums, (1.0, t, c, d), strict=True)]
         # Few steps have drafts: as long as no more is known, they count as so much dearer.
-        self._moments[3][3] += _FEW_DRAFTS * (1 - _KEPT)
-        self._sums[3] += _FEW_DRAFTS * (1 - _KEPT) * _DRAFTS_PART * seconds
+        moments[-1] += _FEW_DRAFTS * (1 - _KEPT)
+        sums[-1] += _FEW_DRAFTS * (1 - _KEPT) * _DRAFTS_PART * seconds
+        self._moments, self._sums = moments, sums
 
     def rows_allowed(self, base: Sequence[int], others: Sequence[int]) -> int:
         """How many of `others` a step with the rows `base` may hold too; each row is given by its context in tokens."""
@@ -94,7 +109,8 @@ class StepPace:
 
     def _learnt(self) -> tuple[float, ...]:
         if self._weights is None:
-            self._weights = tuple(max(value, 0.0) for value in _solve(self._moments, self._sums))
+            matrix = [[self._moments[i] for i in row] for row in _HALF]
+            self._weights = tuple(max(value, 0.0) for value in _solve(matrix, self._sums))
         return self._weights
 
 

@@ -66,7 +66,6 @@ class Scheduler:
         self._load = LoadMeter()
         self._drafting = Drafting()
         self.now: float | None = None  # of this turn, where the caller says
-        self._last_result = 0.0  # when it came
         self._num_live = 0  # sequences that have not ended: running, waiting, or held back as followers
         self._in_flight: deque[StepRecord] = deque()
         self._isolation = Isolation()
@@ -236,12 +235,15 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Put the next step together; None if no sequence can go on before a result or a message arrives."""
-        if not self._has_workers or self._keeps_the_way_free():
+        if not self._has_workers or (self._in_flight and self._keeps_the_way_free()):
             return None
         suspect = self._isolation.next_suspect(self.waiting)
         if suspect is not None and self._in_flight:
             return None
         self._shares.forget_absent(self._step)
+        if suspect is None and not self.waiting and not self._rows.cohort.may_go_on():
+            self._isolation.runs_alone(None)
+            return None  # as in most turns, which must not take long to find out
         budget = self._config.max_num_batched_tokens or self._info.max_num_batched_tokens
         assembly = StepAssembly(
             self._placement, self.waiting, self._shares, self._isolation, self._drafting, budget, step=self._step + 1
@@ -271,7 +273,7 @@ class Scheduler:
         """While one tenant's many rows make steps long, none queues behind the one that runs: another tenant's next
         request would have to wait for both.
         """
-        if not self._in_flight or self._shares.num_present < 2:
+        if self._shares.num_present < 2:
             return False
         newest = self._in_flight[-1]
         return self._drafting.pace.is_long(newest.num_tokens, newest.context) and bool(self._rows.excess())
@@ -285,7 +287,9 @@ class Scheduler:
             cohort.dissolve(record)
         cohort.let_out(record, result)
         self._load.done(record.num_tokens + 2 * len(sampled) - len(record.sampled))
-        self._measure(record, sum(result.num_drafted))
+        if self.now is not None and record.submitted is not None:
+            self.timing.first_tokens(record.begun, self.now)
+            self._drafting.pace.measure(record, self.now, sum(result.num_drafted))
         bad = record.not_finite(result)
         full = record.confirm(self._info.block_size, cohort.take(record, result))
         if record.drafts:
@@ -301,16 +305,6 @@ class Scheduler:
             if sequence.is_running:
                 self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
         return StepOutputs(plain, others, prompt_logprobs)
-
-    def _measure(self, record: StepRecord, num_drafted: int) -> None:
-        """How long it took, from the result before it or its submission; one that nobody needs may have been left."""
-        if self.now is None or record.submitted is None:
-            return
-        self.timing.first_tokens(record.begun, self.now)
-        seconds = self.now - max(self._last_result, record.submitted)
-        self._last_result = self.now
-        if seconds > 0 and not all(sequence.finished for sequence in record.sequences):
-            self._drafting.pace.observe(seconds, record.num_tokens, record.context, num_drafted)
 
     def _take_tokens(
         self, sampled: list[Sequence], record: StepRecord, result: StepResult, bad: Collection[Sequence]
