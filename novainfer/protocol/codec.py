@@ -122,10 +122,16 @@ def record_decoder(record: type) -> Decoder:
     names = [f.name for f in fields(record)]
     decoders = [_value_decoder(hints[name], f"{record.__name__}.{name}") for name in names]
     # The type of each field's values, where there is one. Mostly all are of it: then only what has something inside is
-    # decoded. No value has the type _Never.
+    # decoded, beside fields that have values of several types. No value has the type _Never.
     kinds = [_wire_kind(hints[name]) for name in names]
     scalars = [hints[name] if hints[name] in _SCALARS else _Never for name in names]
-    inner = [(i, decoders[i]) for i, kind in enumerate(kinds) if kind in (bytes, list) and hints[names[i]] is not bytes]
+    mixed = [i for i, kind in enumerate(kinds) if kind is _Never]
+    # Of a list or map that is empty there is nothing to decode, whatever it holds.
+    inner = [
+        (i, decoders[i], get_origin(hints[name]) in (list, dict))
+        for i, name in enumerate(names)
+        if hints[name] not in _SCALARS
+    ]
     needed = [i for i, f in enumerate(fields(record)) if f.default is MISSING and f.default_factory is MISSING]
     required, count = (needed[-1] + 1 if needed else 0), len(names)
     by_name = any(f.kw_only for f in fields(record))
@@ -133,10 +139,14 @@ def record_decoder(record: type) -> Decoder:
     def decode(wire: Any) -> Any:
         if type(wire) is not list or not required <= len(wire) <= count:
             raise ProtocolError(f"{record.__name__}: wrong number of fields")
-        if [*map(type, wire)] == kinds:
+        found = [*map(type, wire)]
+        if len(found) == count:
+            for i in mixed:
+                found[i] = _Never
+        if found == kinds:
             values = wire.copy()
-            for i, decoder in inner:
-                if values[i] or kinds[i] is bytes:  # an empty list is one of anything
+            for i, decoder, may_skip in inner:
+                if values[i] or not may_skip:
                     values[i] = decoder(values[i])
         else:  # a shorter record ends the zip early
             values = [
@@ -158,7 +168,9 @@ def _wire_kind(annotation: Any) -> type:
         return annotation  # type: ignore[no-any-return]
     if annotation is Column:
         return bytes
-    return list if get_origin(annotation) is list else _Never
+    if get_origin(annotation) in (list, tuple) or is_dataclass(annotation):
+        return list
+    return dict if get_origin(annotation) is dict else _Never
 
 
 def _value_decoder(annotation: Any, where: str) -> Decoder:

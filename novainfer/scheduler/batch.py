@@ -17,9 +17,9 @@ T = TypeVar("T")
 _FEW = 4  # to look each of them up costs less than to make a table
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Steady:
-    """The members of a `Cohort` at some time, in order of age. Columns, never changed."""
+    """The members of a `Cohort` at some time, in order of age. Never changed, nor are its columns."""
 
     sequences: list[Sequence] = field(default_factory=list)
     rows: Column = field(default_factory=column)
@@ -190,25 +190,28 @@ class StepOutputs:
         return [*(sequence.output(base + index, [token_id], None) for sequence, index, token_id in plain), *self.others]
 
 
-@dataclass(slots=True)
+_NOBODY = Steady()
+
+
 class StepBatch:
     """Collects rows under one token budget; decodes and prefill chunks are kept apart for the plan's order."""
 
-    budget: int  # tokens left
-    steady: Steady = field(default_factory=Steady)  # decodes that come before the others
-    decodes: list[Sequence] = field(default_factory=list)
-    steady_context: int = 0  # computed tokens of the cohort's members
-    chunks: list[Sequence] = field(default_factory=list)
-    chunk_sizes: list[int] = field(default_factory=list)
-    drafts: dict[int, int] = field(default_factory=dict)  # the most drafts, by the place in `decodes`
-    sampled_decodes: list[Sequence] = field(default_factory=list)
-    sampled_chunks: list[Sequence] = field(default_factory=list)
-    # Those that may begin with this step, or compute the last token of their prompt.
-    prompts: list[Sequence] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: list[NewBlocks] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    num_new_ids: int = 0  # integers that the new rows carry
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens left
+        self.steady = _NOBODY  # decodes that come before the others
+        self.decodes: list[Sequence] = []
+        self.steady_context = 0  # computed tokens of the cohort's members
+        self.chunks: list[Sequence] = []
+        self.chunk_sizes: list[int] = []
+        self.drafts: dict[int, int] = {}  # the most drafts, by the place in `decodes`
+        self.sampled_decodes: list[Sequence] = []
+        self.sampled_chunks: list[Sequence] = []
+        # Those that may begin with this step, or compute the last token of their prompt.
+        self.prompts: list[Sequence] = []
+        self.new_rows: list[NewRow] = []
+        self.new_blocks: list[NewBlocks] = []
+        self.copies: list[tuple[int, int]] = []
+        self.num_new_ids = 0  # integers that the new rows carry
 
     def add(self, sequence: Sequence, num_new_tokens: int) -> bool:
         """Schedule the sequence's next tokens and advance it: the step counts as computed from here on.

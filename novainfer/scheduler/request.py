@@ -143,6 +143,7 @@ class Request:
     arrival: int  # running number
     accepted_at: float  # on the scheduler's clock, seconds
     deadline: float  # the same; inf = none
+    told_cached_tokens: int  # `num_cached_tokens`, as far as its choices do not tell
     sequences: list[Sequence] = field(default_factory=list)
     followers: list[Sequence] = field(default_factory=list)  # wait until choice 0 has computed the prompt
     prompt_computed: bool = False  # choice 0's blocks hold the whole prompt, by plans submitted before the next one
@@ -166,7 +167,7 @@ class Request:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache when it first began, in whichever engine; -1: it has not yet."""
-        told = self.message.num_cached_tokens
+        told = self.told_cached_tokens
         if told >= 0 or not self.sequences or not self.sequences[0].last_step:
             return told
         return self.sequences[0].num_cached_tokens
@@ -179,8 +180,8 @@ class Request:
         """Its choices have all ended: now they know a copy that does not know them, while who keeps the request still
         finds them. Else long prompts would stay in memory until a garbage collection finds the circle.
         """
-        message = replace(self.message, num_cached_tokens=self.num_cached_tokens)
-        closed = Request(message, self.arrival, self.accepted_at, self.deadline, prompt_computed=self.prompt_computed)
+        closed = Request(self.message, self.arrival, self.accepted_at, self.deadline, self.num_cached_tokens)
+        closed.prompt_computed = self.prompt_computed
         for sequence in self.sequences:
             sequence.request = closed
 
@@ -188,7 +189,7 @@ class Request:
 def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bool = False) -> Request:
     """Build the sequences of an accepted message; resumed ones start with the tokens already emitted."""
     deadline = now + message.deadline if message.deadline > 0 else float("inf")
-    request = Request(message, arrival, now, deadline)
+    request = Request(message, arrival, now, deadline, message.num_cached_tokens)
     params = message.params
     eos = () if params.ignore_eos else tuple(message.eos_token_ids)
     stop_token_ids = frozenset((*params.stop_token_ids, *eos))
