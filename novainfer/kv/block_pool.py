@@ -36,9 +36,10 @@ class BlockPool:
 
         Its old content is gone: the caller must drop it from the prefix index.
         """
-        if not self._free:
-            raise IndexError("no free KV block")
-        block, _ = self._free.popitem(last=False)
+        try:
+            block, _ = self._free.popitem(last=False)
+        except KeyError:
+            raise IndexError("no free KV block") from None
         self._refs[block] = 1
         return block
 

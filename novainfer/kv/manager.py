@@ -123,9 +123,10 @@ class KVCacheManager:
 
     def append_block(self, table: BlockTable) -> int | None:
         """Its next block, for tokens behind all those that it has room for; None if no block is free."""
-        if not self.pool.num_free:
+        try:
+            block = self._take()
+        except IndexError:
             return None
-        block = self._take()
         table.blocks.append(block)
         return block
 
@@ -135,10 +136,10 @@ class KVCacheManager:
         first, end = table.num_indexed, num_computed // size
         if first >= end or not (self._caching and table.use_prefix_cache):
             return
-        blocks, insert = table.blocks, self.index.insert
         for i in range(first, end):
-            content = column(token_ids[i * size : (i + 1) * size])
-            table.prefix = insert(blocks[i], self._key(table, i, content), table.prefix, content)
+            start = i * size
+            content = column(token_ids[start : start + size])
+            table.prefix = self.index.insert(table.blocks[i], self._key(table, i, content), table.prefix, content)
         table.num_indexed = end
 
     def adopt(self, held: Sequence[IndexedBlock]) -> None:
@@ -183,6 +184,7 @@ class KVCacheManager:
         return [i for i in range(start, len(table.blocks)) if self.pool.references(table.blocks[i]) > 1]
 
     def _key(self, table: BlockTable, i: int, content: Column) -> bytes:
-        if i == len(table.keys):
-            table.keys.append(chain_key(table.keys[-1] if i else table.root, content))
-        return table.keys[i]
+        keys = table.keys
+        if i == len(keys):
+            keys.append(chain_key(keys[-1] if i else table.root, content))
+        return keys[i]

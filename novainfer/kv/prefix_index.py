@@ -73,8 +73,10 @@ class PrefixIndex:
         entry = Entry(block, key, parent, token_ids)
         if block in self._by_block:
             return entry
-        self._changes.pop(block, None)  # to the end, in the order of entry
-        self._changes[block] = self._by_key[key] = self._by_block[block] = entry
+        changes = self._changes
+        if block in changes:
+            del changes[block]  # to the end, in the order of entry
+        changes[block] = self._by_key[key] = self._by_block[block] = entry
         return entry
 
     def restore(self, held: IndexedBlock) -> bytes | None:
@@ -97,9 +99,13 @@ class PrefixIndex:
     def take_changes(self) -> tuple[list[int], list[IndexedBlock]]:
         """The blocks that have left, and those that have entered (oldest first), since the last call."""
         changes, self._changes = self._changes, {}
-        indexed = [
-            IndexedBlock(e.block, e.parent.key if isinstance(e.parent, Entry) else e.parent, e.token_ids)
-            for e in changes.values()
-            if e is not None
-        ]
-        return [block for block, entry in changes.items() if entry is None], indexed
+        unindexed: list[int] = []
+        indexed: list[IndexedBlock] = []
+        for block, entry in changes.items():
+            if entry is None:
+                unindexed.append(block)
+            else:
+                parent = entry.parent
+                parent_key = parent.key if isinstance(parent, Entry) else parent
+                indexed.append(IndexedBlock(block, parent_key, entry.token_ids))
+        return unindexed, indexed

@@ -49,7 +49,7 @@ class Schema:
     def encode(self, message: object) -> bytes:
         """Pack one record of this schema. Raises KeyError for a class that does not belong to it."""
         tag, encoder = self._encoders[type(message)]
-        packed: bytes = msgpack.packb([tag, *encoder(message)])
+        packed: bytes = msgpack.packb([tag, *encoder(message)], default=_column_bytes)
         return packed
 
     def decode(self, data: bytes | memoryview) -> Any:
@@ -70,26 +70,36 @@ class Schema:
         return decoder(wire[1:])
 
 
+def _column_bytes(value: Any) -> bytes:
+    """Asked by msgpack for what it does not know itself: columns, and what cannot travel."""
+    if type(value) is Column:
+        return value.tobytes()
+    if isinstance(value, int):
+        raise OverflowError("an integer has more than 64 bits")
+    raise TypeError(f"{type(value).__name__} cannot travel")
+
+
 def _refuse_ext(code: int, data: bytes) -> Any:
     raise ProtocolError(f"msgpack extension type {code} is not allowed")
 
 
 def record_encoder(record: type) -> Encoder:
-    """A function that turns a `record` into the list of its wire fields, nested records as lists."""
+    """A function that turns a `record` into the sequence of its wire fields, nested records as sequences. Columns are
+    left to msgpack, which asks for their bytes.
+    """
     hints = get_type_hints(record)
     names = [f.name for f in fields(record)]
-    columns = [i for i, name in enumerate(names) if hints[name] is Column and len(names) > 1]
-    kinds = [(i, hints[name]) for i, name in enumerate(names) if i not in columns]
+    kinds = [(i, hints[name]) for i, name in enumerate(names) if hints[name] is not Column or len(names) == 1]
     nested = [(i, encoder) for i, kind in kinds if (encoder := _value_encoder(kind)) is not None]
     if len(names) == 1:
         only = names[0]
         return lambda value: [nested[0][1](getattr(value, only)) if nested else getattr(value, only)]
     all_fields = attrgetter(*names)
+    if not nested:
+        return all_fields
 
     def encode(value: Any) -> list[Any]:
         wire = list(all_fields(value))
-        for i in columns:
-            wire[i] = wire[i].tobytes()
         for i, encoder in nested:
             if wire[i]:  # neither None nor empty
                 wire[i] = encoder(wire[i])
@@ -110,7 +120,9 @@ def _value_encoder(annotation: Any) -> Encoder | None:
         inner = _value_encoder(arg)
         if inner is not None and get_origin(annotation) in (list, tuple):
             item = inner
-            return lambda values: [None if value is None else item(value) for value in values]
+            if type(None) in get_args(arg):
+                return lambda values: [None if value is None else item(value) for value in values]
+            return lambda values: [*map(item, values)]
         if inner is not None:
             return inner
     return None

@@ -23,6 +23,4 @@ def column(values: Iterable[int] = ()) -> Column:
 
 def column_from(data: bytes) -> Column:
     """What `tobytes` gave. Raises `ValueError` for what is no whole number of items."""
-    values = array("q")
-    values.frombytes(data)
-    return values
+    return array("q", data)

@@ -249,14 +249,15 @@ class Cohort:
             self._places = rows, {row: place for place, row in enumerate(rows)}
         places, width = self._places[1], len(rows)
         tokens = column_from(b"".join([result.token_ids for result in self._newest]))
+        oldest = self._taken - len(self._newest)
         for sequence in sequences:
-            known = len(self._newest) - (self._taken - sequence.settled)
-            self._settle(sequence, tokens[known * width + places[sequence.row] :: width])
+            self._settle(sequence, tokens[(sequence.settled - oldest) * width + places[sequence.row] :: width])
 
     def _settle(self, sequence: Sequence, tokens: list[int] | Column) -> None:
+        count = len(tokens)
         sequence.token_ids += tokens
-        sequence.num_confirmed_tokens += len(tokens)
-        sequence.num_pending -= len(tokens)
+        sequence.num_confirmed_tokens += count
+        sequence.num_pending -= count
         sequence.settled = self._taken
 
 

@@ -71,9 +71,9 @@ class Placement:
         """A slot for the next token; preempts from the end of `order`. False if that was the sequence itself."""
         kv, blocks = self.rows.kv, sequence.table.blocks
         # As far as drafts in flight may have brought it.
-        first = self.rows.cohort.num_computed(sequence) + sequence.num_ahead
+        needed = (self.rows.cohort.num_computed(sequence) + sequence.num_ahead) // kv.block_size + 1
         had = len(blocks)
-        while len(blocks) * kv.block_size <= first:
+        while len(blocks) < needed:
             if kv.append_block(sequence.table) is not None:
                 continue
             while not (victim := order[-1]).is_running:

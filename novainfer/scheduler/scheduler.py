@@ -35,7 +35,7 @@ from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.load import LoadMeter
 from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
-from novainfer.scheduler.request import Request, Sequence, make_request
+from novainfer.scheduler.request import NO_ROW, Request, Sequence, make_request
 from novainfer.scheduler.rows import Rows
 from novainfer.scheduler.timing import Timing
 from novainfer.scheduler.totals import Totals
@@ -301,9 +301,10 @@ class Scheduler:
             self.kv.forget(sequence.table)  # no other request may find what it computed
             if not sequence.finished:
                 others.append(self._end(sequence, FINISH_ERROR, error=_NOT_FINITE))
+        index_blocks = self._rows.kv.index_blocks
         for sequence in full:
-            if sequence.is_running:
-                self.kv.index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
+            if sequence.row != NO_ROW:
+                index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
         return StepOutputs(plain, others, prompt_logprobs)
 
     def _take_tokens(
