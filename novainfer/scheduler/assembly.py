@@ -10,7 +10,7 @@ from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
-from novainfer.scheduler.request import Sequence
+from novainfer.scheduler.request import Sequence, by_age
 
 # Other tenants' sequences that start before one that lacks blocks; then they wait with it.
 MAX_PASSED = 4
@@ -113,7 +113,7 @@ class StepAssembly:
                 cohort.join(sequence, self._step)
         others = [sequence for sequence in wanted if not sequence.joined]
         growing = cohort.starting_blocks(self._step)
-        return sorted(others + growing, key=lambda s: s.age) if others else growing
+        return sorted(others + growing, key=by_age) if others else growing
 
     def _add_decodes(self, chosen: list[Sequence], order: list[Sequence]) -> None:
         """One more token for each, and for all members of the cohort; of the chosen ones that are members, a block.

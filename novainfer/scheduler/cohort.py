@@ -13,7 +13,7 @@ from typing import TypeVar
 from novainfer.protocol.columns import Column, column, column_from
 from novainfer.protocol.step import StepResult
 from novainfer.scheduler.batch import Steady, StepBatch, StepRecord
-from novainfer.scheduler.request import Sequence
+from novainfer.scheduler.request import Sequence, by_age
 
 T = TypeVar("T")
 
@@ -68,26 +68,26 @@ class Cohort:
 
     def got_row(self, sequence: Sequence) -> None:
         """It is one of the others for now."""
-        insort(self.others, sequence, key=_age)
+        insort(self.others, sequence, key=by_age)
 
     def loses_row(self, sequence: Sequence) -> None:
         """It is neither a member nor one of the others any more."""
         self.leave(sequence)
-        del self.others[bisect_left(self.others, sequence.age, key=_age)]
+        del self.others[bisect_left(self.others, sequence.age, key=by_age)]
 
     def join(self, sequence: Sequence, step: int) -> None:
         """One of the `others`, which `admits`, has one token in the plan of `step`, the next one, and from then on."""
-        del self.others[bisect_left(self.others, sequence.age, key=_age)]
+        del self.others[bisect_left(self.others, sequence.age, key=by_age)]
         sequence.joined, sequence.settled = step, step - 1
         sequence.first_index = sequence.num_tokens - sequence.prompt_len - step
         self._planned = step - 1
         self._steady = None
-        place = bisect_left(self._members, sequence.age, key=_age)
+        place = bisect_left(self._members, sequence.age, key=by_age)
         self._members.insert(place, sequence)
         self._rows.insert(place, sequence.row)
         self._refs.insert(place, sequence.ref)
         self._first_indexes.insert(place, sequence.first_index)
-        insort(self._phase(sequence), sequence, key=_age)
+        insort(self._phase(sequence), sequence, key=by_age)
         self._sum_computed += sequence.num_computed_tokens - step
         self._last_steps[self._last_step(sequence)].append(sequence)
         self._stop_ids.update(sequence.stop_token_ids)
@@ -101,7 +101,7 @@ class Cohort:
         first = sequence.joined
         if not first:
             return
-        place = bisect_left(self._members, sequence.age, key=_age)
+        place = bisect_left(self._members, sequence.age, key=by_age)
         for values in (self._members, self._rows, self._refs, self._first_indexes):
             del values[place]
         self._phase(sequence).remove(sequence)
@@ -113,7 +113,7 @@ class Cohort:
         for token_id in sequence.stop_token_ids:
             _count_down(self._stop_ids, token_id)
         _count_down(self._tenants, sequence.tenant)
-        insort(self.others, sequence, key=_age)
+        insort(self.others, sequence, key=by_age)
         self._bring_up_to_date([sequence], applying)
 
     def dissolve(self, applying: StepRecord | None = None) -> None:
@@ -126,7 +126,7 @@ class Cohort:
             for counts in (self._last_steps, self._stop_ids, self._tenants):
                 counts.clear()
             self._sum_computed = 0
-            self.others = sorted(self.others + members, key=_age)
+            self.others = sorted(self.others + members, key=by_age)
             self._bring_up_to_date(members, applying)
 
     def _bring_up_to_date(self, sequences: list[Sequence], applying: StepRecord | None) -> None:
@@ -186,7 +186,7 @@ class Cohort:
         elif not others:
             batch.add_steady(self._columns())
         else:
-            batch.add_decodes(sorted(self._members + others, key=_age))
+            batch.add_decodes(sorted(self._members + others, key=by_age))
         batch.steady_context = self._sum_computed + len(self._members) * (step + 1)
         return self._tenants
 
@@ -279,7 +279,3 @@ def _count_down(counter: Counter[T], key: T) -> None:
     counter[key] -= 1
     if not counter[key]:
         del counter[key]
-
-
-def _age(sequence: Sequence) -> tuple[int, int]:
-    return sequence.age

@@ -21,6 +21,7 @@ _SIZE = 4  # numbers to learn
 _DIAGONAL = (0, 4, 7, 9)  # of a symmetric matrix of that size, whose upper half is one list, row by row
 _HALF = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))  # where each of its items is there
 _DECAY = (_KEPT,) * 10
+_RIDGES = tuple(_RIDGE * (1 - _KEPT) if i in _DIAGONAL else 0.0 for i in range(10))
 _FEW_DRAFTS = 2.0  # steps with drafts that are assumed until there were some
 _DRAFTS_PART = 0.25  # of a step's time: what drafts added to those
 
@@ -63,9 +64,7 @@ class StepPace:
     def _take(self, seconds: float, num_tokens: int, context: int, num_drafted: int) -> None:
         t, c, d = (num_tokens + num_drafted) / _TOKEN_UNIT, context / _CONTEXT_UNIT, float(num_drafted > 0)
         products = (1.0, t, c, d, t * t, t * c, t * d, c * c, c * d, d * d)
-        moments = [*map(add, map(mul, self._moments, _DECAY), products)]
-        for i in _DIAGONAL:
-            moments[i] += _RIDGE * (1 - _KEPT)
+        moments = [*map(add, map(add, map(mul, self._moments, _DECAY), products), _RIDGES)]
         sums = [*map(add, map(mul, self._sums, _DECAY), (seconds, t * seconds, c * seconds, d * seconds))]
         # Few steps have drafts: as long as no more is known, they count as so much dearer.
         moments[-1] += _FEW_DRAFTS * (1 - _KEPT)

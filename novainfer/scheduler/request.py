@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from novainfer.kv.manager import BlockTable
 from novainfer.kv.prefix_index import root_key
@@ -35,6 +36,8 @@ class Sequence:
     prompt_len: int
     end_len: int  # tokens when it has all of max_tokens
     ref: int  # its gateway's number for it; negative: it has none
+    # Arrival, then choice: for memory no running sequence of a tenant is preempted before a younger one.
+    age: tuple[int, int]
     row: int = NO_ROW
     num_pending: int = 0  # at least; with drafts there may be up to `num_ahead` more
     num_ahead: int = 0  # drafts in flight: each may become one more pending, and one more computed token
@@ -123,16 +126,14 @@ class Sequence:
         return (message.priority, not message.emitted, *self.age)
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Arrival, then choice: for memory no running sequence of a tenant is preempted before a younger one."""
-        return (self.request.arrival, self.choice)
-
-    @property
     def work_left(self) -> int:
         """Units of service until its end, if it uses all of max_tokens and nothing of it is cached."""
         num_output = self.num_output
         leads = self.choice == 0 or num_output > 0
         return (len(self.token_ids) if leads else 0) + 2 * (self.end_len - len(self.token_ids))
+
+
+by_age = attrgetter("age")  # to sort sequences
 
 
 @dataclass(slots=True, eq=False)
@@ -212,6 +213,7 @@ def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bo
                 prompt_len=len(message.prompt_token_ids),
                 end_len=len(message.prompt_token_ids) + params.max_tokens,
                 ref=message.ref + choice if message.ref >= 0 else -1,
+                age=(arrival, choice),
                 drafts=DraftPace() if may_draft else None,
             )
         )

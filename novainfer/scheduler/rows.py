@@ -11,7 +11,7 @@ from novainfer.kv.manager import KVCacheManager
 from novainfer.scheduler.batch import StepRecord
 from novainfer.scheduler.cohort import Cohort
 from novainfer.scheduler.fairness import FairShares
-from novainfer.scheduler.request import NO_ROW, Sequence
+from novainfer.scheduler.request import NO_ROW, Sequence, by_age
 
 # So many times its share is too much. Less is left to who starts next: to preempt for it would cost more than it gives.
 _EXCESS = 1.5
@@ -50,7 +50,7 @@ class Rows:
     def take(self, sequence: Sequence) -> None:
         """The sequence gets a row and runs from now on. A row must be free."""
         sequence.row = self._free.pop()
-        insort(self.running, sequence, key=lambda s: s.age)
+        insort(self.running, sequence, key=by_age)
         self.num_changes += 1
         self.cohort.got_row(sequence)
         self._shares.of(sequence.tenant).num_rows += 1
@@ -59,7 +59,7 @@ class Rows:
         """Row and blocks go back. Steps in flight may still write there: later steps run after them."""
         self.cohort.loses_row(sequence)
         self.kv.release(sequence.table)
-        del self.running[bisect_left(self.running, sequence.age, key=lambda s: s.age)]
+        del self.running[bisect_left(self.running, sequence.age, key=by_age)]
         self.num_changes += 1
         self._shares.of(sequence.tenant).num_rows -= 1
         self._freed.append(sequence.row)
