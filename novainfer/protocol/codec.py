@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -57,7 +58,7 @@ class Schema:
         if len(data) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"{self.name}: message of {len(data)} bytes is too large")
         try:
-            wire = msgpack.unpackb(data, use_list=True, strict_map_key=False, ext_hook=_refuse_ext, **_LIMITS)
+            wire = _unpack(data)
         except ProtocolError:
             raise
         except Exception as error:  # msgpack raises many kinds for malformed bytes
@@ -81,6 +82,9 @@ def _column_bytes(value: Any) -> bytes:
 
 def _refuse_ext(code: int, data: bytes) -> Any:
     raise ProtocolError(f"msgpack extension type {code} is not allowed")
+
+
+_unpack = partial(msgpack.unpackb, use_list=True, strict_map_key=False, ext_hook=_refuse_ext, **_LIMITS)
 
 
 def record_encoder(record: type) -> Encoder:
