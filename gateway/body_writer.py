@@ -63,6 +63,8 @@ class BodyWriter:
     def on_lost(self, lost: Callable[[], None] | None) -> None:
         """What is called when the client goes, where a task would have to wait for it; None: nothing."""
         self._flow.on_lost = _nothing if lost is None else lost
+        if lost is not None:
+            self._flow.resume_reading()  # a long body may have stopped it, and with it any news of the client
 
     def on_stop(self, stopped: Callable[[], None] | None) -> None:
         """What is called when it is open no more, but for the answer's end; None: nothing."""

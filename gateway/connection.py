@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 HEADER_SECONDS = 10.0
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HELD_BYTES = 32 * 1024  # of a body that is waited for; below what uvicorn stops to read at
-BODY_SECONDS = 0.05
+BODY_WAIT_SECONDS = 0.05
 MAX_DROPPED_BYTES = 8 * MAX_HEADER_BYTES
 
 
@@ -101,7 +101,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         super().data_received(data)
         if self._unstarted is not None and self._body_timer is None:
-            self._body_timer = self.loop.call_later(BODY_SECONDS, self._start_unstarted)
+            self._body_timer = self.loop.call_later(BODY_WAIT_SECONDS, self._start_unstarted)
 
     def _pass_door(self, door: Door, data: bytes) -> None:
         """Refuse a request that is here to its end, or let it in. Clients often send head and body one after the other:
@@ -118,7 +118,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._let_in()
         elif self._door_timer is None:
             self._unset_keepalive_if_required()
-            self._door_timer = self.loop.call_later(BODY_SECONDS, self._let_in)
+            self._door_timer = self.loop.call_later(BODY_WAIT_SECONDS, self._let_in_without_body)
 
     def _refuse_or_let_in(self, door: Door, request: PlainRequest) -> None:
         answer = None
@@ -139,6 +139,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         held = self._held
         self._leave_door()
         self._feed(held)
+
+    def _let_in_without_body(self) -> None:
+        self._let_in()
+        self._start_unstarted()
 
     def _leave_door(self) -> None:
         self._at_door = None
@@ -207,21 +211,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Once a short body is here, or a moment later: clients often send head and body one after the other, and an
         answer between the two (to a wrong key, say) leaves a body behind that the next request's head comes with.
         """
-        stand_in(cycle)
         if self._awaits_short_body():
             self._unstarted = cycle, app
         else:
-            super()._start_asgi_task(cycle, app)
+            self._start(cycle, app)
+
+    def _start(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        stand_in(cycle)
+        super()._start_asgi_task(cycle, app)
 
     def _awaits_short_body(self) -> bool:
-        lengths = [int(value) for name, value in self.headers if name == b"content-length"]
-        return bool(lengths) and 0 < lengths[0] <= MAX_HELD_BYTES and not self.expect_100_continue
+        lengths = [value.lstrip(b"0") for name, value in self.headers if name == b"content-length"]
+        is_short = bool(lengths and lengths[0]) and int(lengths[0][:20]) <= MAX_HELD_BYTES
+        return is_short and not self.expect_100_continue
 
     def _start_unstarted(self) -> None:
         if self._unstarted is not None:
             cycle, app = self._unstarted
             self._forget_unstarted()
-            super()._start_asgi_task(cycle, app)
+            self._start(cycle, app)
 
     def _forget_unstarted(self) -> None:
         self._unstarted = None

@@ -58,7 +58,7 @@ _PUBLISH_INTERVAL = 1.0  # seconds
 _LAST_WORDS_SECONDS = 2.0  # for error events to reach their clients after the drain timeout
 _BACKLOG = 2048
 _MAX_FILES = 65536
-_GC_THRESHOLD = 7_000  # ten times the usual: requests leave no circles, and all live ones are looked at each time
+_GC_THRESHOLD = 7_000  # ten times the usual: answered requests leave no circles, and all live ones are looked at
 
 
 class GatewayServer(uvicorn.Server):

@@ -41,7 +41,6 @@ BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
 QUEUED_CACHES = 8  # tokens that may wait, where no number is given, in terms of what the KV cache holds
 DEADLINE_GRACE = 1.0  # seconds
-SMALL_BODY = 16 * 1024  # bytes, which are parsed in less time than it takes to look for room twice
 STATS_SECONDS = 5.0  # older figures of the engine prove nothing
 
 
@@ -267,10 +266,9 @@ class GatewayService:
         return self.admit(info, cost, self._room(engine))
 
     def refuse_if_full(self, info: RequestInfo) -> None:
-        """`check_room`, where that may save much work: `admit_generation` follows. A refusal is counted."""
-        if info.body_bytes > SMALL_BODY or self.limits.is_guarded:
-            with self._counted_refusals:
-                self.check_room(info)
+        """`check_room`; a refusal is counted."""
+        with self._counted_refusals:
+            self.check_room(info)
 
     def check_room(self, info: RequestInfo) -> None:
         """Raise `OverloadedError` if a generation with a body of this size has no room, whatever the body says."""

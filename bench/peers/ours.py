@@ -56,7 +56,7 @@ def _write_weights(checkpoint: Path, flags: tuple[str, ...]) -> None:
     with started_server(str(checkpoint), *flags):
         idle_since = began = time.monotonic()
         while time.monotonic() < idle_since + _IDLE_SECONDS:
-            if any(weight_folder().glob("*.part")):
+            if any(part.stat().st_mtime > time.time() - 1.0 for part in weight_folder().glob("*.part")):
                 idle_since = time.monotonic()
             if time.monotonic() > began + _WRITE_SECONDS:
                 raise SystemExit("the packed weights were not written")

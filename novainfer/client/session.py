@@ -272,6 +272,7 @@ class GatewaySession:
 
     def ask(self, question: CancelAlias | ClaimRequest) -> None:
         """Send a question, and again to each engine that we are linked with before there is an answer, or `give_up`."""
+        self.tell_told()
         self._questions[question.query] = question
         self._tell(question)
 

@@ -124,9 +124,10 @@ class KVCacheManager:
     def append_block(self, table: BlockTable) -> int | None:
         """Its next block, for tokens behind all those that it has room for; None if no block is free."""
         try:
-            block = self._take()
+            block = self.pool.allocate()
         except IndexError:
             return None
+        self.index.evict(block)
         table.blocks.append(block)
         return block
 

@@ -194,6 +194,19 @@ def test_given_random_histories_when_played_with_and_without_the_cohort_then_all
     assert [seed for seed in SEEDS[first : first + 30] if not is_same(seed)] == []
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_given_random_histories_when_every_plan_is_put_together_to_its_end_then_all_that_can_be_seen_is_the_same(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = []
+    for _ in range(2):
+        player = Player(seed, has_cohort=True)
+        player.play(400)
+        logs.append(player.log)
+        monkeypatch.setattr(Cohort, "may_go_on", lambda cohort: True)
+    assert logs[0] == logs[1]
+
+
 def test_given_the_histories_when_played_then_the_cohort_is_used_alone_and_beside_others() -> None:
     players = [Player(seed, has_cohort=True) for seed in SEEDS[:30]]
     for player in players:

@@ -298,7 +298,35 @@ def test_given_an_open_door_when_the_client_leaves_before_its_body_then_nothing_
         assert timer is not None
         talk.protocol.connection_lost(None)
         assert timer.cancelled()
+        for _ in range(3):
+            await asyncio.sleep(0)
         assert talk.protocol._unstarted is None
+        assert not talk.got
+        assert not talk.protocol.tasks
+
+    in_loop(body)
+
+
+def test_given_a_guarded_door_when_a_short_body_does_not_come_then_it_is_waited_for_once() -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.read(post("/free")[:-1])
+        assert talk.protocol._door_timer is not None
+        talk.protocol._let_in_without_body()
+        assert talk.protocol._body_timer is None
+        assert len(talk.protocol.tasks) == 1
+        talk.read(b"}")
+        await talk.answer()
+
+    in_loop(body)
+
+
+def test_given_an_announced_length_with_more_zeros_than_digits_are_read_when_it_comes_then_it_is_its_value() -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.door.is_guarded = False
+        talk.read(post("/a").replace(b"Length: 2", b"Length: " + b"0" * 5000 + b"2"))
+        assert (await talk.answer()).endswith(b"ok")
 
     in_loop(body)
 
