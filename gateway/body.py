@@ -20,7 +20,6 @@ MAX_DEPTH = 64
 # The parser holds the event loop: some 0.5 us an item and 1 us a node. Prompts of 128k token ids are far below.
 MAX_ITEMS = 2**19  # commas
 MAX_NODES = 2**18  # lists, objects and keys
-_NESTED = (dict, list)
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # linear, whatever the body is
 
 
@@ -73,9 +72,10 @@ async def read_json(
     `check` is called once the size is known, and may raise: a request that has no chance need not be parsed.
     """
     headers = dict(scope["headers"])
-    if not _is_json(headers.get(b"content-type", b"")):
+    media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if media_type != b"application/json" and not media_type.endswith(b"+json"):
         raise _unread(415, "Content-Type must be application/json.", "unsupported_media_type")
-    if b"content-encoding" in headers and headers[b"content-encoding"].strip().lower() not in (b"identity", b""):
+    if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
         raise _unread(415, "The body must come as it is, without a Content-Encoding.", "unsupported_media_type")
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length[:20]) > max_bytes:
@@ -89,11 +89,6 @@ async def read_json(
     info.body_bytes = len(body)
     check()
     return _parse(body)
-
-
-def _is_json(content_type: bytes) -> bool:
-    media_type = content_type.partition(b";")[0].strip().lower()
-    return media_type == b"application/json" or media_type.endswith(b"+json")
 
 
 def _is_here(receive: Receive) -> bool:
@@ -173,9 +168,8 @@ def _is_deeper_than(data: Any, limit: int) -> bool:
     """Level by level, without recursion."""
     level = [data]
     for _ in range(limit):
-        above, level = level, []
-        for value in above:
-            level += [item for item in (value.values() if type(value) is dict else value) if type(item) in _NESTED]
+        children = [value.values() if type(value) is dict else value for value in level]
+        level = [item for values in children for item in values if type(item) in (dict, list)]
         if not level:
             return False
     return True

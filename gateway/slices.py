@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 SLICE_SECONDS = 0.005
 PART_BYTES = 64 * 1024
-_FEW = 1000  # strings that are joined in no time
 
 
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -75,8 +74,6 @@ class SlicedResponse(Response):
     @classmethod
     async def of(cls, written: Written, headers: Mapping[str, str]) -> SlicedResponse:
         """The response with this body."""
-        if len(written) < _FEW and sum(map(len, written)) < PART_BYTES:
-            return cls(["".join(written).encode()], headers)
         slices = Slices()
         parts: list[bytes] = []
         group: list[str] = []

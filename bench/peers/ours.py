@@ -56,8 +56,9 @@ def _write_weights(checkpoint: Path, flags: tuple[str, ...]) -> None:
     with started_server(str(checkpoint), *flags):
         idle_since = began = time.monotonic()
         while time.monotonic() < idle_since + _IDLE_SECONDS:
-            if any(part.stat().st_mtime > time.time() - 1.0 for part in weight_folder().glob("*.part")):
-                idle_since = time.monotonic()
+            with contextlib.suppress(FileNotFoundError):  # it was whole a moment later
+                if any(part.stat().st_mtime > time.time() - 1.0 for part in weight_folder().glob("*.part")):
+                    idle_since = time.monotonic()
             if time.monotonic() > began + _WRITE_SECONDS:
                 raise SystemExit("the packed weights were not written")
             time.sleep(0.1)  # a file that grows tells nobody
