@@ -10,7 +10,7 @@ import torch
 from kernels.backend import KernelBackend
 from novainfer.config import CacheConfig
 from novainfer.protocol.columns import column
-from novainfer.protocol.step import NewBlocks, NewRow, StepPlan, StepResult
+from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.sampling.params import SamplingParams
 from workers.graphs import Record
 from workers.kv_cache import KVCache
@@ -31,7 +31,7 @@ def new_row(row: int, token_ids: Sequence[int], block_ids: Sequence[int], **fiel
     own = {name: fields.pop(name) for name in _ROW_FIELDS if name in fields}
     params = SamplingParams(**{"temperature": 0.0, "seed": 0, **fields})
     defaults = {"prompt_len": len(token_ids), "num_computed_tokens": 0, "choice": 0}
-    return NewRow(row=row, token_ids=list(token_ids), block_ids=list(block_ids), params=params, **{**defaults, **own})
+    return NewRow(row=row, token_ids=column(token_ids), block_ids=list(block_ids), params=params, **{**defaults, **own})
 
 
 def limits(**values: int) -> RowLimits:
@@ -93,13 +93,13 @@ class PlanWriter:
     def plan(self, work: Mapping[int, int], **fields: Any) -> StepPlan:
         """Compute work[row] tokens of each row; what `add` and `free` announced goes with it."""
         order = sorted(work, key=lambda row: work[row] != 1)
-        new_blocks = []
+        grown_rows, grown_blocks = [], []
         for row in order:
             self._ends[row] += work[row]
             missing = self._take_blocks(self._ends[row] - self._capacity[row])
-            if missing:
-                self._capacity[row] += len(missing) * self._block_size
-                new_blocks.append(NewBlocks(row, missing))
+            self._capacity[row] += len(missing) * self._block_size
+            grown_rows += [row] * len(missing)
+            grown_blocks += missing
         plan = StepPlan(
             epoch=self._epoch,
             step=self._step,
@@ -107,7 +107,8 @@ class PlanWriter:
             num_new_tokens=column([work[row] for row in order]),
             freed_rows=self._freed,
             new_rows=self._new,
-            new_blocks=new_blocks,
+            grown_rows=column(grown_rows),
+            grown_blocks=column(grown_blocks),
             **fields,
         )
         self._step += 1

@@ -87,7 +87,7 @@ class KVCache:
         if self._memory is None:
             yield
             return
-        lists = [row.block_ids for row in plan.new_rows] + [new.block_ids for new in plan.new_blocks]
+        lists = [*(row.block_ids for row in plan.new_rows), plan.grown_blocks]
         self._memory.step_begins((block for block_ids in lists for block in block_ids), sum(plan.num_new_tokens))
         try:
             yield

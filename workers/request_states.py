@@ -59,9 +59,11 @@ class RequestStates:
             self.in_use[row] = False
         for new in plan.new_rows:
             self._take(new)
-        for blocks in plan.new_blocks:
-            self._check_in_use(blocks.row)
-            self._append_blocks(blocks.row, blocks.block_ids)
+        if len(plan.grown_rows) != len(plan.grown_blocks):
+            raise EngineError(f"plan has {len(plan.grown_blocks)} blocks for {len(plan.grown_rows)} rows that grow")
+        for row, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
+            self._check_in_use(row)
+            self._append_blocks(row, [block])
         self._check_copies(plan)
         self._check_work(plan)
 

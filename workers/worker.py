@@ -331,7 +331,7 @@ def _run_dummy(runner: ModelRunner, token_ids: list[int], params: SamplingParams
         return []
     new = NewRow(
         row=0,
-        token_ids=token_ids,
+        token_ids=column(token_ids),
         prompt_len=num_tokens,
         num_computed_tokens=0,
         block_ids=list(range(-(-(num_tokens + 1) // block_size))),

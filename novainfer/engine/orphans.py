@@ -96,4 +96,4 @@ def ends(request: Request) -> list[int]:
 def _tokens(sequence: Sequence) -> list[int]:
     """Its output; without the last token if that ended it: sampled again, it comes with the end that belongs to it."""
     end = len(sequence.token_ids) - (sequence.finish_reason() is not None)
-    return sequence.token_ids[sequence.request.prompt_len : end]
+    return list(sequence.token_ids[sequence.request.prompt_len : end])

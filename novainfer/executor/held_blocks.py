@@ -18,7 +18,7 @@ class HeldBlocks:
         """Follow the index: what leaves it with this plan may be overwritten by it."""
         for block in plan.unindexed:
             self._entries.pop(block, None)
-        for entry in plan.indexed:
+        for entry in plan.indexed_blocks():
             self._entries.pop(entry.block, None)
             self._entries[entry.block] = entry
 

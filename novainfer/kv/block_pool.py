@@ -43,6 +43,16 @@ class BlockPool:
         self._refs[block] = 1
         return block
 
+    def allocate_all(self, count: int) -> list[int] | None:
+        """Take so many as `allocate` would; None, and nothing taken, if there are not so many free."""
+        free, refs = self._free, self._refs
+        if count > len(free):
+            return None
+        blocks = [free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            refs[block] = 1
+        return blocks
+
     def share(self, block: int) -> None:
         """Add a reference; a free block (a prefix hit) leaves the free list with its content."""
         if self._refs[block] == 0:

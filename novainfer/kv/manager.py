@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from novainfer.kv.block_pool import BlockPool
 from novainfer.kv.prefix_index import Entry, PrefixIndex, chain_key
-from novainfer.protocol.columns import Column, column
+from novainfer.protocol.columns import Column
 from novainfer.protocol.step import IndexedBlock
 
 
@@ -60,18 +60,20 @@ class KVCacheManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def attach_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> int:
+    def attach_prefix(self, table: BlockTable, token_ids: Column) -> int:
         """Share the cached blocks of the longest known prefix; returns the number of tokens they hold.
 
         The table must be empty. At least the last token is left to compute, since its logits are needed.
         """
         if not (self._caching and table.use_prefix_cache):
             return 0
-        size = self.block_size
+        size, keys = self.block_size, table.keys
         for start in range(0, len(token_ids) - size, size):
-            content = column(token_ids[start : start + size])
-            key = self._key(table, start // size, content)
-            entry = self.index.find(key, table.prefix, content)
+            content = token_ids[start : start + size]
+            i = start // size
+            if i == len(keys):
+                keys.append(chain_key(keys[-1] if i else table.root, content))
+            entry = self.index.find(keys[i], table.prefix, content)
             if entry is None:
                 break
             self.pool.share(entry.block)
@@ -121,26 +123,30 @@ class KVCacheManager:
         table.blocks.extend(new_blocks)
         return Growth(new_blocks, copies)
 
-    def append_block(self, table: BlockTable) -> int | None:
-        """Its next block, for tokens behind all those that it has room for; None if no block is free."""
-        try:
-            block = self.pool.allocate()
-        except IndexError:
+    def append_blocks(self, tables: Sequence[BlockTable]) -> list[int] | None:
+        """One block for each, for tokens behind all those that it has room for; None if there are not so many free."""
+        blocks = self.pool.allocate_all(len(tables))
+        if blocks is None:
             return None
-        self.index.evict(block)
-        table.blocks.append(block)
-        return block
+        self.index.evict_all(blocks)
+        for table, block in zip(tables, blocks, strict=True):
+            table.blocks.append(block)
+        return blocks
 
-    def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+    def index_blocks(self, table: BlockTable, token_ids: Column, num_computed: int) -> None:
         """Offer the full blocks whose `num_computed` tokens are computed and known to the prefix index."""
         size = self.block_size
         first, end = table.num_indexed, num_computed // size
         if first >= end or not (self._caching and table.use_prefix_cache):
             return
+        keys, prefix = table.keys, table.prefix
         for i in range(first, end):
             start = i * size
-            content = column(token_ids[start : start + size])
-            table.prefix = self.index.insert(table.blocks[i], self._key(table, i, content), table.prefix, content)
+            content = token_ids[start : start + size]
+            if i == len(keys):
+                keys.append(chain_key(keys[-1] if i else table.root, content))
+            prefix = self.index.insert(table.blocks[i], keys[i], prefix, content)
+        table.prefix = prefix
         table.num_indexed = end
 
     def adopt(self, held: Sequence[IndexedBlock]) -> None:
@@ -183,9 +189,3 @@ class KVCacheManager:
         """Positions in the table, from the block of token `first` on, whose block others own too."""
         start = first // self.block_size
         return [i for i in range(start, len(table.blocks)) if self.pool.references(table.blocks[i]) > 1]
-
-    def _key(self, table: BlockTable, i: int, content: Column) -> bytes:
-        keys = table.keys
-        if i == len(keys):
-            keys.append(chain_key(keys[-1] if i else table.root, content))
-        return keys[i]

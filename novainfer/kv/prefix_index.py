@@ -7,10 +7,11 @@ tokens from the start on. Keys that collide cost speed, and give nobody the bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from hashlib import sha256
 
-from novainfer.protocol.columns import Column
+from novainfer.protocol.columns import Column, column, column_from
 from novainfer.protocol.step import IndexedBlock
 
 
@@ -38,7 +39,18 @@ class Entry:
     block: int
     key: bytes
     parent: Entry | bytes
+    parent_key: bytes  # the parent's, or the chain's start
     token_ids: Column
+
+
+@dataclass(slots=True)
+class IndexChanges:
+    """The blocks that have left the index, and entered it (oldest first): see `StepPlan`. Never changed."""
+
+    unindexed: list[int] = field(default_factory=list)
+    indexed: Column = field(default_factory=column)
+    parents: bytes = b""
+    token_ids: Column = field(default_factory=column)
 
 
 class PrefixIndex:
@@ -70,7 +82,7 @@ class PrefixIndex:
             if self.find(key, parent, token_ids) is known:
                 return known
             self.evict(known.block)
-        entry = Entry(block, key, parent, token_ids)
+        entry = Entry(block, key, parent, parent.key if isinstance(parent, Entry) else parent, token_ids)
         if block in self._by_block:
             return entry
         changes = self._changes
@@ -86,7 +98,7 @@ class PrefixIndex:
             self._changes.setdefault(held.block, None)
             return None
         parent = self._by_key.get(held.parent, held.parent)
-        self._by_key[key] = self._by_block[held.block] = Entry(held.block, key, parent, held.token_ids)
+        self._by_key[key] = self._by_block[held.block] = Entry(held.block, key, parent, held.parent, held.token_ids)
         return key
 
     def evict(self, block: int) -> None:
@@ -96,16 +108,24 @@ class PrefixIndex:
             del self._by_key[entry.key]
             self._changes[block] = None
 
-    def take_changes(self) -> tuple[list[int], list[IndexedBlock]]:
-        """The blocks that have left, and those that have entered (oldest first), since the last call."""
+    def evict_all(self, blocks: Collection[int]) -> None:
+        """The same for several."""
+        if not self._by_block.keys().isdisjoint(blocks):
+            for block in blocks:
+                self.evict(block)
+
+    def take_changes(self) -> IndexChanges:
+        """Those since the last call."""
+        if not self._changes:
+            return _NO_CHANGES
         changes, self._changes = self._changes, {}
-        unindexed: list[int] = []
-        indexed: list[IndexedBlock] = []
-        for block, entry in changes.items():
-            if entry is None:
-                unindexed.append(block)
-            else:
-                parent = entry.parent
-                parent_key = parent.key if isinstance(parent, Entry) else parent
-                indexed.append(IndexedBlock(block, parent_key, entry.token_ids))
-        return unindexed, indexed
+        entered = [entry for entry in changes.values() if entry is not None]
+        return IndexChanges(
+            [block for block, entry in changes.items() if entry is None] if len(entered) < len(changes) else [],
+            column([entry.block for entry in entered]),
+            b"".join([entry.parent_key for entry in entered]),
+            column_from(b"".join([entry.token_ids for entry in entered])),
+        )
+
+
+_NO_CHANGES = IndexChanges()

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from novainfer.errors import ProtocolError
 from novainfer.protocol.codec import Schema
-from novainfer.protocol.columns import Column
+from novainfer.protocol.columns import Column, column
 from novainfer.protocol.messages import Logprobs
 from novainfer.sampling.params import SamplingParams
+
+KEY_BYTES = 32  # of a chain key
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class NewRow:
     """
 
     row: int
-    token_ids: list[int]
+    token_ids: Column
     prompt_len: int
     num_computed_tokens: int
     block_ids: list[int]
@@ -39,21 +42,9 @@ class NewRow:
     stop_token_ids: list[int] = field(default_factory=list)  # not sampled before min_tokens outputs
 
 
-# There is one of the next two for each full block of each sequence: frozen ones would be three times as dear to make.
-@dataclass(slots=True)
-class NewBlocks:
-    """Block ids appended to a row's block table. Never changed."""
-
-    row: int
-    block_ids: list[int]
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class IndexedBlock:
-    """A full KV block that the prefix index may hand out: `token_ids` after the prefix with the chain key `parent`.
-
-    Never changed.
-    """
+    """A full KV block that the prefix index may hand out: `token_ids` after the prefix with the chain key `parent`."""
 
     block: int
     parent: bytes
@@ -65,9 +56,12 @@ class StepPlan:
     """One step for all ranks. Applied in this order: freed, copies, new rows, new blocks, then the rows run.
 
     `rows[i]` computes `num_new_tokens[i]` tokens. Rows that compute one token (decodes) come first.
+    grown_rows/grown_blocks: block ids appended to rows' block tables, in order; a row may stand there several times.
     copy_src/copy_dst: whole KV blocks to copy before anything is computed (copy-on-write).
     unindexed/indexed: the blocks that left and entered the scheduler's prefix index since its last plan, no block in
-    both; rank 0 keeps the account for a scheduler that has lost it (see `Adopt`).
+    both; rank 0 keeps the account for a scheduler that has lost it (see `Adopt`). indexed_parents/indexed_ids: what
+    `IndexedBlock` says of those that entered, one after the other; see `indexed_blocks`. In nearly every
+    step rows fill blocks: a record for each would cost the scheduler more than all else that it says of them.
     is_first: of those that this scheduler sends to ranks that have just said hello. Otherwise a rank that lost the
     first one would begin with the second, and add up with ranks that are a step behind.
     num_drafts: empty, or for each decode how many drafts it may have; it has slots for them.
@@ -79,13 +73,27 @@ class StepPlan:
     num_new_tokens: Column
     freed_rows: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: list[NewBlocks] = field(default_factory=list)
+    grown_rows: Column = field(default_factory=column)
+    grown_blocks: Column = field(default_factory=column)
     copy_src: list[int] = field(default_factory=list)
     copy_dst: list[int] = field(default_factory=list)
     unindexed: list[int] = field(default_factory=list)
-    indexed: list[IndexedBlock] = field(default_factory=list)
+    indexed: Column = field(default_factory=column)
+    indexed_parents: bytes = b""
+    indexed_ids: Column = field(default_factory=column)
     is_first: bool = False
     num_drafts: list[int] = field(default_factory=list)
+
+    def indexed_blocks(self) -> list[IndexedBlock]:
+        """Those that entered the index, in order. Raises `ProtocolError` if what is said of them is not for each."""
+        count, parents, ids = len(self.indexed), self.indexed_parents, self.indexed_ids
+        if len(parents) != count * KEY_BYTES or (len(ids) % count if count else ids):
+            raise ProtocolError(f"step {self.step}: {len(parents)} bytes and {len(ids)} ids for {count} indexed blocks")
+        size = len(ids) // count if count else 0
+        return [
+            IndexedBlock(block, parents[i * KEY_BYTES : (i + 1) * KEY_BYTES], ids[i * size : (i + 1) * size])
+            for i, block in enumerate(self.indexed)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

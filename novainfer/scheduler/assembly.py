@@ -106,13 +106,19 @@ class StepAssembly:
         self._add_decodes(self._paced(wanted), order)
 
     def _through_cohort(self, wanted: list[Sequence]) -> list[Sequence]:
-        """Who of these may join the cohort does. Returns the others, and members that need a block, by age."""
+        """Who of these may join the cohort does. Returns the others, by age, and members that still lack a block: none
+        if members alone need some and there are enough, as nearly always.
+        """
         cohort = self._rows.cohort
         for sequence in wanted:
             if cohort.admits(sequence):
                 cohort.join(sequence, self._step)
         others = [sequence for sequence in wanted if not sequence.joined]
         growing = cohort.starting_blocks(self._step)
+        size = self._rows.info.block_size
+        are_alone = not any(s.num_ahead or s.num_computed_tokens % size == 0 for s in others)
+        if are_alone and self._placement.grow_together(growing, self.batch):
+            return others
         return sorted(others + growing, key=by_age) if others else growing
 
     def _add_decodes(self, chosen: list[Sequence], order: list[Sequence]) -> None:

@@ -8,9 +8,10 @@ from itertools import groupby
 from typing import TypeVar
 
 from novainfer.errors import EngineError
+from novainfer.kv.prefix_index import IndexChanges
 from novainfer.protocol.columns import Column, column
 from novainfer.protocol.messages import PromptLogprobs, TokenOutput
-from novainfer.protocol.step import IndexedBlock, NewBlocks, NewRow, StepPlan, StepResult
+from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.scheduler.request import Sequence
 
 T = TypeVar("T")
@@ -209,7 +210,8 @@ class StepBatch:
         # Those that may begin with this step, or compute the last token of their prompt.
         self.prompts: list[Sequence] = []
         self.new_rows: list[NewRow] = []
-        self.new_blocks: list[NewBlocks] = []
+        self.grown_rows: list[int] = []  # one for each of the next
+        self.grown_blocks: list[int] = []
         self.copies: list[tuple[int, int]] = []
         self.num_new_ids = 0  # integers that the new rows carry
 
@@ -262,11 +264,13 @@ class StepBatch:
         self.num_new_ids += sum(map(len, lists)) + len(params.allowed_token_ids or ()) + len(params.stop_token_ids)
         self.new_rows.append(row)
 
-    def plan(
-        self, epoch: int, record: StepRecord, freed_rows: list[int], index_changes: tuple[list[int], list[IndexedBlock]]
-    ) -> StepPlan:
-        """The step as the workers get it. index_changes: see `PrefixIndex.take_changes`."""
-        unindexed, indexed = index_changes
+    def add_blocks(self, rows: list[int], blocks: list[int]) -> None:
+        """Rows that run already go on in these blocks: one each."""
+        self.grown_rows += rows
+        self.grown_blocks += blocks
+
+    def plan(self, epoch: int, record: StepRecord, freed_rows: list[int], index_changes: IndexChanges) -> StepPlan:
+        """The step as the workers get it."""
         return StepPlan(
             epoch=epoch,
             step=record.step,
@@ -275,11 +279,14 @@ class StepBatch:
             num_drafts=record.drafts,
             freed_rows=freed_rows,
             new_rows=self.new_rows,
-            new_blocks=self.new_blocks,
+            grown_rows=column(self.grown_rows),
+            grown_blocks=column(self.grown_blocks),
             copy_src=[src for src, _ in self.copies],
             copy_dst=[dst for _, dst in self.copies],
-            unindexed=unindexed,
-            indexed=indexed,
+            unindexed=index_changes.unindexed,
+            indexed=index_changes.indexed,
+            indexed_parents=index_changes.parents,
+            indexed_ids=index_changes.token_ids,
         )
 
     def record(self, step: int, submitted: float | None) -> StepRecord:
@@ -337,7 +344,7 @@ def new_row(sequence: Sequence) -> NewRow:
     """The sequence as the workers get to know it, when it takes a row."""
     return NewRow(
         row=sequence.row,
-        token_ids=list(sequence.token_ids),
+        token_ids=sequence.token_ids[:],
         prompt_len=sequence.prompt_len,
         num_computed_tokens=sequence.num_computed_tokens,
         block_ids=list(sequence.table.blocks),

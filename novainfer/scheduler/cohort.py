@@ -168,8 +168,10 @@ class Cohort:
         return False
 
     def starting_blocks(self, step: int) -> list[Sequence]:
-        """The members whose token of this step, the next one, is the first of a block; in order of age."""
-        return list(self._phases[-step % self._block_size])
+        """The members whose token of this step, the next one, is the first of a block that they lack; by age."""
+        size = self._block_size
+        phase = self._phases[-step % size]
+        return [s for s in phase if s.num_computed_tokens - s.joined + step >= len(s.table.blocks) * size]
 
     def num_computed(self, sequence: Sequence) -> int:
         """Tokens of a running sequence that the plans so far compute."""
@@ -240,7 +242,7 @@ class Cohort:
         if count > 0:
             row = sequence.row
             newest = islice(self._newest, len(self._newest) - count, None)
-            self._settle(sequence, [(tokens.by_row or tokens.sort())[row] for tokens in newest])
+            self._settle(sequence, column([(tokens.by_row or tokens.sort())[row] for tokens in newest]))
 
     def _settle_by_stride(self, sequences: list[Sequence]) -> None:
         """`settle` for members when a block's worth of results is for the same rows: each row's are so far apart."""
@@ -253,7 +255,7 @@ class Cohort:
         for sequence in sequences:
             self._settle(sequence, tokens[(sequence.settled - oldest) * width + places[sequence.row] :: width])
 
-    def _settle(self, sequence: Sequence, tokens: list[int] | Column) -> None:
+    def _settle(self, sequence: Sequence, tokens: Column) -> None:
         count = len(tokens)
         sequence.token_ids += tokens
         sequence.num_confirmed_tokens += count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from novainfer.errors import EngineError
-from novainfer.protocol.step import NewBlocks
 from novainfer.scheduler.batch import StepBatch, new_row
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.queue import WaitingQueue
@@ -74,7 +73,7 @@ class Placement:
         needed = (self.rows.cohort.num_computed(sequence) + sequence.num_ahead) // kv.block_size + 1
         had = len(blocks)
         while len(blocks) < needed:
-            if kv.append_block(sequence.table) is not None:
+            if kv.append_blocks([sequence.table]) is not None:
                 continue
             while not (victim := order[-1]).is_running:
                 order.pop()
@@ -83,7 +82,17 @@ class Placement:
             if victim is sequence:
                 return False
         if len(blocks) > had:
-            batch.new_blocks.append(NewBlocks(sequence.row, blocks[had:]))
+            batch.add_blocks([sequence.row] * (len(blocks) - had), blocks[had:])
+        return True
+
+    def grow_together(self, sequences: list[Sequence], batch: StepBatch) -> bool:
+        """A block for each of these, which lack one for their next token; False, and nothing changed, if there are not
+        so many free.
+        """
+        blocks = self.rows.kv.append_blocks([sequence.table for sequence in sequences])
+        if blocks is None:
+            return False
+        batch.add_blocks([sequence.row for sequence in sequences], blocks)
         return True
 
     def room_for_drafts(self, sequence: Sequence, wanted: int, batch: StepBatch) -> int:
@@ -96,7 +105,7 @@ class Placement:
             growth = rows.kv.grow(table, have, end) if needed + self._reserve <= rows.kv.pool.num_free else None
             if growth is None:
                 return wanted - (end - have)
-            batch.new_blocks.append(NewBlocks(sequence.row, growth.new_blocks))
+            batch.add_blocks([sequence.row] * len(growth.new_blocks), growth.new_blocks)
         return wanted
 
     def decode_order(self) -> list[Sequence]:

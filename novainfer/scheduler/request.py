@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from novainfer.kv.manager import BlockTable
 from novainfer.kv.prefix_index import root_key
+from novainfer.protocol.columns import Column, column
 from novainfer.protocol.messages import FINISH_LENGTH, FINISH_STOP, AddRequest, Logprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.scheduler.drafts import DraftPace
@@ -26,7 +27,7 @@ class Sequence:
 
     request: Request
     choice: int
-    token_ids: list[int]  # prompt, then known output
+    token_ids: Column  # prompt, then known output
     params: SamplingParams
     table: BlockTable
     stop_token_ids: frozenset[int]
@@ -203,7 +204,7 @@ def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bo
             Sequence(
                 request=request,
                 choice=choice,
-                token_ids=[*message.prompt_token_ids, *emitted],
+                token_ids=column(message.prompt_token_ids) + column(emitted),
                 # The prompt's log-probabilities are the same for every choice: computed once, with choice 0.
                 params=params if choice == 0 else replace(params, prompt_logprobs=None),
                 table=BlockTable(root, use_cache),

@@ -65,8 +65,7 @@ class Checker:
             raise Violation(f"step {plan.step} computes {plan.num_new_tokens} tokens")
         if len(dict.fromkeys(plan.rows)) != len(plan.rows) or max(plan.rows) >= config.max_num_seqs:
             raise Violation(f"step {plan.step} runs rows {plan.rows}")
-        entered = {entry.block for entry in plan.indexed}
-        if entered.intersection(plan.unindexed):
+        if not set(plan.indexed).isdisjoint(plan.unindexed):
             raise Violation(f"step {plan.step}: a block both enters and leaves the index")
 
     def _check_credit(self, replica: Replica) -> None:

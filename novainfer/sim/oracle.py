@@ -194,8 +194,8 @@ class OracleRows:
             if not 0 <= new.num_computed_tokens < len(new.token_ids):
                 raise OracleError("at least one token must be left to compute")
             self.rows[new.row] = OracleRow.of(new, self.salt_of(new))
-        for grown in plan.new_blocks:
-            self._row(grown.row).blocks.extend(grown.block_ids)
+        for row, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
+            self._row(row).blocks.append(block)
 
     def _row(self, index: int) -> OracleRow:
         if index not in self.rows:

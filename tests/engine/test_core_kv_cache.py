@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from novainfer.kv.block_pool import BlockPool
 from novainfer.kv.manager import BlockTable, KVCacheManager
-from novainfer.kv.prefix_index import PrefixIndex, chain_key, root_key
+from novainfer.kv.prefix_index import IndexChanges, PrefixIndex, chain_key, root_key
 from novainfer.protocol.columns import column
 
 pytestmark = pytest.mark.stage0
@@ -22,9 +22,9 @@ def table(salt: str = "") -> BlockTable:
 def fill(manager: KVCacheManager, tokens: list[int], salt: str = "") -> BlockTable:
     """A sequence that has computed all its tokens."""
     new = table(salt)
-    computed = manager.attach_prefix(new, tokens)
+    computed = manager.attach_prefix(new, column(tokens))
     assert manager.grow(new, computed, len(tokens)) is not None
-    manager.index_blocks(new, tokens, len(tokens))
+    manager.index_blocks(new, column(tokens), len(tokens))
     return new
 
 
@@ -91,13 +91,13 @@ def test_given_keys_of_four_bits_when_prefixes_are_attached_then_their_blocks_ho
         for _ in range(30):
             tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
             new = table(data.draw(st.sampled_from(["", "tenant"])))
-            computed = manager.attach_prefix(new, tokens)
+            computed = manager.attach_prefix(new, column(tokens))
             for i, block in enumerate(new.blocks):
                 assert held[block] == [*new.root, *tokens[: 2 * (i + 1)]]
             assert manager.grow(new, computed, len(tokens)) is not None
             for i in range(computed // 2, len(new.blocks)):
                 held[new.blocks[i]] = [*new.root, *tokens[: 2 * (i + 1)]]
-            manager.index_blocks(new, tokens, len(tokens))
+            manager.index_blocks(new, column(tokens), len(tokens))
             manager.release(new)
         assert manager.pool.num_free == 40
 
@@ -107,14 +107,14 @@ def test_given_a_known_prefix_when_attached_then_exactly_its_blocks_and_the_last
     first = fill(manager, list(range(12)))
     assert first.blocks == [0, 1, 2]
     second = table()
-    assert manager.attach_prefix(second, list(range(12))) == 8
+    assert manager.attach_prefix(second, column(range(12))) == 8
     assert second.blocks == [0, 1]
     third = table()
-    assert manager.attach_prefix(third, [*range(12), 99]) == 12
+    assert manager.attach_prefix(third, column([*range(12), 99])) == 12
     assert third.blocks == [0, 1, 2]
     assert [manager.pool.references(b) for b in range(3)] == [3, 3, 2]
     other = table("tenant")
-    assert manager.attach_prefix(other, list(range(12))) == 0
+    assert manager.attach_prefix(other, column(range(12))) == 0
 
 
 def test_given_freed_sequences_when_blocks_are_needed_then_tails_go_before_heads() -> None:
@@ -127,7 +127,7 @@ def test_given_freed_sequences_when_blocks_are_needed_then_tails_go_before_heads
     assert growth is not None
     assert growth.new_blocks == [1, 0, 3]
     again = table()
-    assert manager.attach_prefix(again, [5, 6, 7, 8, 9]) == 2  # the head of b survived
+    assert manager.attach_prefix(again, column([5, 6, 7, 8, 9])) == 2  # the head of b survived
     assert again.blocks == [2]
 
 
@@ -135,7 +135,7 @@ def test_given_a_hit_on_free_blocks_when_attached_then_they_are_not_given_away()
     manager = KVCacheManager(2, 2)
     manager.release(fill(manager, [1, 2, 3]))
     kept = table()
-    assert manager.attach_prefix(kept, [1, 2, 9]) == 2
+    assert manager.attach_prefix(kept, column([1, 2, 9])) == 2
     assert kept.blocks == [0]
     assert manager.grow(table(), 0, 4) is None
     assert manager.pool.num_free == 1
@@ -168,10 +168,35 @@ def test_given_too_few_blocks_when_growing_then_nothing_changes() -> None:
     assert (child.blocks, manager.pool.num_free) == before
 
 
+def test_given_tables_that_grow_together_when_their_blocks_were_indexed_then_nobody_finds_these_any_more() -> None:
+    manager = KVCacheManager(3, 2)
+    manager.release(fill(manager, [1, 2, 3, 4, 5, 6]))
+    manager.index.take_changes()
+    one, two = table(), table()
+    assert manager.append_blocks([one, two]) == [2, 1]  # the end of the chain goes first
+    assert (one.blocks, two.blocks) == ([2], [1])
+    assert manager.index.take_changes() == IndexChanges([2, 1])
+    assert manager.append_blocks([one, two]) is None
+    assert (one.blocks, two.blocks, manager.pool.num_free) == ([2], [1], 1)
+    assert manager.attach_prefix(table(), column([1, 2, 3, 4, 5, 6])) == 2
+
+
+def test_given_full_blocks_when_indexed_then_the_changes_say_of_each_what_stands_before_it() -> None:
+    manager = KVCacheManager(4, 2)
+    first = fill(manager, [1, 2, 3, 4])
+    other = fill(manager, [5, 6])
+    root = root_key("")
+    changes = manager.index.take_changes()
+    assert changes.indexed.tolist() == [*first.blocks, *other.blocks]
+    assert changes.parents == root + chain_key(root, column([1, 2])) + root
+    assert changes.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert manager.index.take_changes() == IndexChanges()
+
+
 def test_given_caching_off_when_prompts_repeat_then_no_hit() -> None:
     manager = KVCacheManager(8, 4, enable_prefix_caching=False)
     fill(manager, list(range(8)))
-    assert manager.attach_prefix(table(), list(range(8))) == 0
+    assert manager.attach_prefix(table(), column(range(8))) == 0
     assert len(manager.index) == 0
 
 
@@ -190,6 +215,14 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.pool.allocate()
         assert block == self.free.pop(0)
         self.owners[block] = 1
+
+    @rule(count=st.integers(0, 7))
+    def allocate_several(self, count: int) -> None:
+        blocks = self.pool.allocate_all(count)
+        assert blocks == (self.free[:count] if count <= len(self.free) else None)
+        for block in blocks or ():
+            self.free.remove(block)
+            self.owners[block] = 1
 
     @precondition(lambda self: not self.free)
     @rule()

@@ -11,7 +11,7 @@ import torch
 
 from novainfer.errors import EngineError
 from novainfer.protocol.columns import column
-from novainfer.protocol.step import NewBlocks, StepPlan
+from novainfer.protocol.step import StepPlan
 from tests.builders import CPU, VOCAB_SIZE, PlanWriter, limits, new_row
 from workers.input_batch import InputBatch, StepRows
 from workers.request_states import RequestStates
@@ -177,7 +177,9 @@ def test_prompt_logprobs_when_prefix_is_cached_then_entries_start_after_it() -> 
         plan([], [], new_rows=[new_row(1, [1, 2], [3], prompt_len=0)]),
         plan([], [], new_rows=[new_row(1, [1, 2], list(range(9)))]),
         plan([], [], new_rows=[new_row(1, [1], [3], seed=None)]),
-        plan([], [], new_blocks=[NewBlocks(1, [5])]),
+        plan([], [], grown_rows=column([1]), grown_blocks=column([5])),
+        plan([], [], grown_rows=column([0]), grown_blocks=column([64])),
+        plan([], [], grown_rows=column([0, 2]), grown_blocks=column([5])),
         plan([], [], copy_src=[1], copy_dst=[]),
         plan([], [], copy_src=[1, 2], copy_dst=[3, 3]),
         plan([], [], copy_src=[1], copy_dst=[64]),

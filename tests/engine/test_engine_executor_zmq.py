@@ -22,7 +22,6 @@ from novainfer.protocol.step import (
     WORKER_SCHEMA,
     Adopt,
     IndexedBlock,
-    NewBlocks,
     Shutdown,
     StepPlan,
     StepResult,
@@ -160,8 +159,9 @@ def test_a_plan_larger_than_a_message_when_submitted_then_engine_error_and_the_r
 ) -> None:
     ranks.ready()
     blocks = [2**63 - 1] * (MAX_MESSAGE_BYTES // 9 + 1)  # nine bytes each
+    too_large = StepPlan(1, 0, rows=column(), num_new_tokens=column(), freed_rows=blocks)
     with pytest.raises(EngineError, match=r"more than a message may have"):
-        ranks.executor.submit(StepPlan(1, 0, rows=column(), num_new_tokens=column(), new_blocks=[NewBlocks(0, blocks)]))
+        ranks.executor.submit(too_large)
     ranks.executor.submit(plan(0))
     assert [ranks.hear(rank) for rank in range(2)] == [plan(0, is_first=True)] * 2
     ranks.say(0, result(0))

@@ -54,7 +54,8 @@ def test_given_two_steps_in_flight_when_decoding_then_plans_are_empty_deltas() -
     driver.run()
     steady = driver.executor.plans[2]
     assert (steady.rows, steady.num_new_tokens) == (column([0]), column([1]))
-    assert [steady.new_rows, steady.new_blocks, steady.freed_rows, steady.copy_src] == [[], [], [], []]
+    assert [steady.new_rows, steady.freed_rows, steady.copy_src] == [[], [], []]
+    assert [steady.grown_rows, steady.grown_blocks, steady.indexed] == [column()] * 3
 
 
 def test_given_a_stop_token_when_sampled_then_the_choice_ends_with_it() -> None:

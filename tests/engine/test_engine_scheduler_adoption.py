@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from novainfer.config import CacheConfig, SchedulerConfig, ServeConfig
 from novainfer.engine.core import EngineCore
+from novainfer.errors import ProtocolError
 from novainfer.executor.held_blocks import HeldBlocks
 from novainfer.kv.manager import KVCacheManager
-from novainfer.kv.prefix_index import chain_key, root_key
+from novainfer.kv.prefix_index import IndexChanges, chain_key, root_key
 from novainfer.protocol.columns import column
 from novainfer.protocol.step import IndexedBlock, StepPlan
 from novainfer.sampling.params import SamplingParams
@@ -146,16 +148,33 @@ def test_given_held_blocks_when_adopted_then_free_ones_are_taken_first_then_the_
     manager = KVCacheManager(7, 2)
     manager.adopt(held)
     assert len(manager.index) == 5
-    assert manager.index.take_changes() == ([2], [])  # what was not taken over must be forgotten by the ranks as well
+    # What was not taken over must be forgotten by the ranks as well.
+    assert manager.index.take_changes() == IndexChanges([2])
     assert [manager.pool.allocate() for _ in range(7)] == [2, 6, 5, 0, 1, 3, 4]
+
+
+def plan_with(step: int, **fields: Any) -> StepPlan:
+    return StepPlan(1, step, column(), column(), **fields)
+
+
+def test_given_a_plan_when_what_it_says_of_indexed_blocks_is_not_for_each_then_it_is_refused() -> None:
+    key = root_key()
+    for indexed, parents, ids in (([1], b"", [5]), ([1, 2], key * 2, [5, 6, 7]), ([], key, []), ([], b"", [5])):
+        bad = plan_with(1, indexed=column(indexed), indexed_parents=parents, indexed_ids=column(ids))
+        with pytest.raises(ProtocolError, match="indexed blocks"):
+            bad.indexed_blocks()
 
 
 def test_given_an_account_when_blocks_leave_and_enter_then_it_is_what_the_index_holds() -> None:
     account = HeldBlocks()
-    one, two, again = (IndexedBlock(block, b"p", column([block])) for block in (1, 2, 1))
-    account.apply(StepPlan(1, 1, column(), column(), indexed=[one, two]))
+    first, second = root_key("1"), root_key("2")
+    one, two = IndexedBlock(1, first, column([1, 2])), IndexedBlock(2, second, column([3, 4]))
+    account.apply(
+        plan_with(1, indexed=column([1, 2]), indexed_parents=first + second, indexed_ids=column([1, 2, 3, 4]))
+    )
     assert account.tell() == [one, two]
-    account.apply(StepPlan(1, 2, column(), column(), indexed=[again], unindexed=[7]))
+    again = IndexedBlock(1, second, column([5, 6]))
+    account.apply(plan_with(2, indexed=column([1]), indexed_parents=second, indexed_ids=column([5, 6]), unindexed=[7]))
     assert account.tell() == [two, again]
-    account.apply(StepPlan(1, 3, column(), column(), unindexed=[2]))
+    account.apply(plan_with(3, unindexed=[2]))
     assert account.tell() == [again]

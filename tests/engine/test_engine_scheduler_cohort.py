@@ -143,7 +143,7 @@ class Player:
         for sequence in self._live():
             s = sequence
             counters = (s.num_pending, s.num_confirmed_tokens, s.num_charged_tokens, s.last_step, s.work, s.generation)
-            self.log.append((s.request_id, s.choice, s.token_ids.copy(), s.num_computed_tokens, counters))
+            self.log.append((s.request_id, s.choice, list(s.token_ids), s.num_computed_tokens, counters))
 
     def _collect(self) -> None:
         outputs = self.engine.collect(None)
@@ -166,7 +166,7 @@ class Player:
         if self.rng.random() < 0.1:
             for request in scheduler.requests.values():
                 scheduler.settle(request)
-                self.log.append([(s.token_ids.copy(), s.num_confirmed_tokens) for s in request.sequences])
+                self.log.append([(list(s.token_ids), s.num_confirmed_tokens) for s in request.sequences])
         served = [scheduler._shares.of(name).served for name in self._tenants]
         self.log.append((served, str(scheduler.totals), scheduler.queue_seconds, sorted(scheduler.kv.index._by_key)))
         for record in scheduler._in_flight:
@@ -236,7 +236,7 @@ def turn_round_what_is_settled_together(patch: pytest.MonkeyPatch) -> None:
     settle = Cohort._settle
 
     def settles(self: Cohort, sequence: Sequence, tokens: Any) -> None:
-        settle(self, sequence, tokens if isinstance(tokens, list) else tokens[::-1])
+        settle(self, sequence, tokens[::-1])
 
     patch.setattr(Cohort, "_settle", settles)
 

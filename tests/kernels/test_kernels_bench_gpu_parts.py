@@ -44,7 +44,7 @@ def toy_run() -> Run:
 
 
 def new_row(row: int, prompt_len: int, num_computed: int = 0) -> NewRow:
-    return NewRow(row, [1] * prompt_len, prompt_len, num_computed, [], SamplingParams(), 0)
+    return NewRow(row, column([1]) * prompt_len, prompt_len, num_computed, [], SamplingParams(), 0)
 
 
 def plan(new: list[NewRow], **counts: int) -> StepPlan:

@@ -23,6 +23,7 @@ from novainfer.executor.rank import RankSession
 from novainfer.executor.ranks import RankGroup
 from novainfer.kv.block_pool import BlockPool
 from novainfer.kv.manager import KVCacheManager
+from novainfer.kv.prefix_index import PrefixIndex
 from novainfer.protocol.link import Inbox
 from novainfer.scheduler import isolation, request, scheduler
 from novainfer.scheduler.batch import StepBatch
@@ -349,6 +350,7 @@ def a_shared_block_is_written_to(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def a_block_is_taken_with_its_old_index_entry(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCacheManager, "_take", lambda self: self.pool.allocate())
+    patch.setattr(PrefixIndex, "evict_all", nothing)
 
 
 @mutant

@@ -40,7 +40,7 @@ def message(request_id: str = "r", **fields: object) -> AddRequest:
 def running(sent: AddRequest, *tokens: int) -> Request:
     """The scheduler's view of it, with these tokens of choice 0."""
     request = make_request(sent, 0, 0.0)
-    request.sequences[0].token_ids += tokens
+    request.sequences[0].token_ids.extend(tokens)
     return request
 
 

@@ -31,7 +31,6 @@ from novainfer.protocol.step import (
     WORKER_SCHEMA,
     Adopt,
     IndexedBlock,
-    NewBlocks,
     NewRow,
     RowPromptLogprobs,
     StepPlan,
@@ -59,10 +58,10 @@ MESSAGES = [
     RequestRejected("r", 503, "full", retry_after=1.0),
     EngineStats(1, 2, 3, 4, 5, 6, finished_total={"stop": 3}),
 ]
-NEW_ROW = NewRow(3, [1, 2], 2, 0, [9], PARAMS, 1, [7])
+NEW_ROW = NewRow(3, column([1, 2]), 2, 0, [9], PARAMS, 1, [7])
 STEPS = [
-    StepPlan(1, 2, column([0, 3]), column([1, 7]), [4], [NEW_ROW], [NewBlocks(0, [8])], [1], [2]),
-    StepPlan(1, 2, column([0]), column([1]), unindexed=[3], indexed=[IndexedBlock(4, b"\0\xff", column([1, 2]))]),
+    StepPlan(1, 2, column([0, 3]), column([1, 7]), [4], [NEW_ROW], column([0]), column([8]), [1], [2]),
+    StepPlan(1, 2, column([0]), column([1]), unindexed=[3], indexed=column([4]), indexed_parents=b"\0\xff"),
     WorkerHello(2, 1, 0, 1, 10, 16, 100, 512, 8, 256, [IndexedBlock(4, b"\0\xff", column([1, 2]))]),
     WorkerFault(1, 0, "out of memory"),
     Adopt(3),
