@@ -48,9 +48,11 @@ class BlockPool:
         free, refs = self._free, self._refs
         if count > len(free):
             return None
-        blocks = [free.popitem(last=False)[0] for _ in range(count)]
-        for block in blocks:
+        blocks = []
+        for _ in range(count):
+            block, _ = free.popitem(False)
             refs[block] = 1
+            blocks.append(block)
         return blocks
 
     def share(self, block: int) -> None:
@@ -69,9 +71,11 @@ class BlockPool:
 
         A sequence releases its last block first, so that a prefix outlives what follows it.
         """
+        refs, free = self._refs, self._free
         for block in blocks:
-            if self._refs[block] <= 0:
+            left = refs[block] - 1
+            if left < 0:
                 raise ValueError(f"KV block {block} is released more often than it was taken")
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                self._free[block] = None
+            refs[block] = left
+            if not left:
+                free[block] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from novainfer.kv.block_pool import BlockPool
@@ -148,6 +148,24 @@ class KVCacheManager:
             prefix = self.index.insert(table.blocks[i], keys[i], prefix, content)
         table.prefix = prefix
         table.num_indexed = end
+
+    def index_next_blocks(self, computed: Iterable[tuple[BlockTable, Column, int]]) -> None:
+        """`index_blocks` for each of these, of which mostly each has filled one block."""
+        size, entries, tables = self.block_size, [], []
+        for table, token_ids, num_computed in computed:
+            i, keys = table.num_indexed, table.keys
+            if num_computed // size != i + 1 or not (self._caching and table.use_prefix_cache):
+                self.index_blocks(table, token_ids, num_computed)
+                continue
+            content = token_ids[i * size : num_computed // size * size]
+            before = keys[i - 1] if i else table.root
+            if i == len(keys):
+                keys.append(chain_key(before, content))
+            entries.append(Entry(table.blocks[i], keys[i], table.prefix, before, content))
+            tables.append(table)
+        for table, entry in zip(tables, self.index.insert_all(entries), strict=True):
+            table.prefix = entry
+            table.num_indexed += 1
 
     def adopt(self, held: Sequence[IndexedBlock]) -> None:
         """Take over the blocks that the workers hold, listed by entry into the index; nothing may be allocated yet.

@@ -91,6 +91,22 @@ class PrefixIndex:
         changes[block] = self._by_key[key] = self._by_block[block] = entry
         return entry
 
+    def insert_all(self, entries: list[Entry]) -> list[Entry]:
+        """`insert` for each of these. None is another's parent."""
+        by_key = {entry.key: entry for entry in entries}
+        by_block = {entry.block: entry for entry in entries}
+        if (
+            len(by_key) == len(by_block) == len(entries)
+            and self._by_key.keys().isdisjoint(by_key)
+            and self._by_block.keys().isdisjoint(by_block)
+            and self._changes.keys().isdisjoint(by_block)
+        ):  # as nearly always: they are all new, and a look at each is saved
+            self._by_key.update(by_key)
+            self._by_block.update(by_block)
+            self._changes.update(by_block)
+            return entries
+        return [self.insert(entry.block, entry.key, entry.parent, entry.token_ids) for entry in entries]
+
     def restore(self, held: IndexedBlock) -> bytes | None:
         """Remember a block that the workers told of; its key, or None where it cannot be remembered."""
         key = chain_key(held.parent, held.token_ids)

@@ -50,7 +50,7 @@ class Schema:
     def encode(self, message: object) -> bytes:
         """Pack one record of this schema. Raises KeyError for a class that does not belong to it."""
         tag, encoder = self._encoders[type(message)]
-        packed: bytes = msgpack.packb([tag, *encoder(message)], default=_column_bytes)
+        packed: bytes = msgpack.packb([tag, *encoder(message)], default=_refuse)
         return packed
 
     def decode(self, data: bytes | memoryview) -> Any:
@@ -71,10 +71,8 @@ class Schema:
         return decoder(wire[1:])
 
 
-def _column_bytes(value: Any) -> bytes:
-    """Asked by msgpack for what it does not know itself: columns, and what cannot travel."""
-    if type(value) is Column:
-        return value.tobytes()
+def _refuse(value: Any) -> bytes:
+    """Asked by msgpack for what it does not know itself."""
     if isinstance(value, int):
         raise OverflowError("an integer has more than 64 bits")
     raise TypeError(f"{type(value).__name__} cannot travel")
@@ -88,22 +86,25 @@ _unpack = partial(msgpack.unpackb, use_list=True, strict_map_key=False, ext_hook
 
 
 def record_encoder(record: type) -> Encoder:
-    """A function that turns a `record` into the sequence of its wire fields, nested records as sequences. Columns are
-    left to msgpack, which asks for their bytes.
+    """A function that turns a `record` into the sequence of its wire fields, nested records as sequences, columns
+    as their bytes.
     """
     hints = get_type_hints(record)
     names = [f.name for f in fields(record)]
-    kinds = [(i, hints[name]) for i, name in enumerate(names) if hints[name] is not Column or len(names) == 1]
+    columns = [i for i, name in enumerate(names) if hints[name] is Column and len(names) > 1]
+    kinds = [(i, hints[name]) for i, name in enumerate(names) if i not in columns]
     nested = [(i, encoder) for i, kind in kinds if (encoder := _value_encoder(kind)) is not None]
     if len(names) == 1:
         only = names[0]
         return lambda value: [nested[0][1](getattr(value, only)) if nested else getattr(value, only)]
     all_fields = attrgetter(*names)
-    if not nested:
+    if not (nested or columns):
         return all_fields
 
     def encode(value: Any) -> list[Any]:
         wire = list(all_fields(value))
+        for i in columns:
+            wire[i] = wire[i].tobytes()
         for i, encoder in nested:
             if wire[i]:  # neither None nor empty
                 wire[i] = encoder(wire[i])

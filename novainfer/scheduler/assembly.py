@@ -22,6 +22,28 @@ _CROWDED_PART = 1 / 4
 _SMALLEST_PART = 1 / 16
 
 
+def members_alone(
+    placement: Placement, shares: FairShares, drafting: Drafting, max_num_batched_tokens: int, *, step: int
+) -> StepBatch | None:
+    """The step of the cohort's members alone, put together while nobody waits or is suspected; None, and nothing
+    changed, if there are none, or it may have to be another one.
+
+    `StepAssembly` would come to the same. But nearly all steps are such, each comes after a sleep, and what takes long
+    then is to fetch code and objects from memory.
+    """
+    rows = placement.rows
+    cohort = rows.cohort
+    if not cohort.is_alone or shares.num_present > 1 or not drafting.is_quiet(step, rows):
+        return None
+    batch = StepBatch(max_num_batched_tokens)
+    growing = cohort.starting_blocks(step)
+    if growing and not placement.grow_together(growing, batch):
+        return None
+    for name, count in cohort.advance(batch, growing[:0], step).items():
+        shares.charge(name, 2 * count)
+    return batch
+
+
 class StepAssembly:
     """One step while its rows are chosen; `batch` is what comes of it."""
 

@@ -167,6 +167,11 @@ class Cohort:
                 return True
         return False
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether all who run are members; not if nobody runs."""
+        return not self.others and bool(self._members)
+
     def starting_blocks(self, step: int) -> list[Sequence]:
         """The members whose token of this step, the next one, is the first of a block that they lack; by age."""
         size = self._block_size

@@ -23,13 +23,17 @@ class Drafting:
         self._restless_until = 0
         self._num_changes = -1  # of the running rows that this was found of
 
+    def is_quiet(self, step: int, rows: Rows) -> bool:
+        """Whether it is known that nobody has drafts in this step."""
+        return step < self._quiet_until and rows.num_changes == self._num_changes
+
     def choose(self, step: int, rows: Rows, room: int) -> dict[int, int]:
         """The most drafts that decodes of this step may have behind their next tokens, by the decode's `id`; none,
         unless all of them together are expected to pay. Each may once in any case, and all now and then: texts change.
 
         room: how many there may be in all.
         """
-        if (step < self._quiet_until and rows.num_changes == self._num_changes) or room <= 0:
+        if room <= 0 or self.is_quiet(step, rows):
             return {}
         self._num_changes = rows.num_changes
         drafting = [(sequence, sequence.drafts) for sequence in rows.running if sequence.drafts is not None]

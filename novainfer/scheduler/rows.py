@@ -66,6 +66,11 @@ class Rows:
         self._free.append(sequence.row)
         sequence.row = NO_ROW
 
+    def index(self, full: list[Sequence]) -> None:
+        """Offer the blocks that these have filled to the prefix index; not of those that run no more."""
+        if full:
+            self.kv.index_next_blocks([(s.table, s.token_ids, s.num_confirmed_tokens) for s in full if s.row != NO_ROW])
+
     def drop_all(self) -> list[Sequence]:
         """The workers are gone: the sequences that ran; they must forget what they held."""
         self.cohort.dissolve()

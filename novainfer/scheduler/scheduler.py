@@ -25,8 +25,8 @@ from novainfer.protocol.messages import (
 )
 from novainfer.protocol.step import StepPlan, StepResult
 from novainfer.scheduler.admission import check_request
-from novainfer.scheduler.assembly import StepAssembly
-from novainfer.scheduler.batch import PlainTokens, StepOutputs, StepRecord
+from novainfer.scheduler.assembly import StepAssembly, members_alone
+from novainfer.scheduler.batch import PlainTokens, StepBatch, StepOutputs, StepRecord
 from novainfer.scheduler.deadlines import Deadlines
 from novainfer.scheduler.drafted import take_drafts
 from novainfer.scheduler.drafting import Drafting
@@ -35,7 +35,7 @@ from novainfer.scheduler.isolation import Isolation
 from novainfer.scheduler.load import LoadMeter
 from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
-from novainfer.scheduler.request import NO_ROW, Request, Sequence, make_request
+from novainfer.scheduler.request import Request, Sequence, make_request
 from novainfer.scheduler.rows import Rows
 from novainfer.scheduler.timing import Timing
 from novainfer.scheduler.totals import Totals
@@ -79,6 +79,7 @@ class Scheduler:
         """Rows and blocks of workers that hold nothing yet."""
         self._info = info
         self._has_workers = True
+        self._budget = self._config.max_num_batched_tokens or info.max_num_batched_tokens
         self._may_draft = self._config.speculation != "none" and info.can_draft
         self._rows = Rows(info, self._config, self._cache_config, self._shares, self._in_flight)
         self._placement = Placement(self._rows, self.waiting, self._shares, self.totals)
@@ -241,19 +242,14 @@ class Scheduler:
         if suspect is not None and self._in_flight:
             return None
         self._shares.forget_absent(self._step)
-        if suspect is None and not self.waiting and not self._rows.cohort.may_go_on():
+        batch = None
+        if suspect is None and not self.waiting:
             self._isolation.runs_alone(None)
-            return None  # as in most turns, which must not take long to find out
-        budget = self._config.max_num_batched_tokens or self._info.max_num_batched_tokens
-        assembly = StepAssembly(
-            self._placement, self.waiting, self._shares, self._isolation, self._drafting, budget, step=self._step + 1
-        )
-        alone = suspect is not None and assembly.schedule_alone(suspect)
-        self._isolation.runs_alone(suspect if alone else None)
-        if not alone:
-            assembly.schedule_all()
-        batch = assembly.batch
-        if batch.is_empty:
+            if not self._rows.cohort.may_go_on():
+                return None  # as in most turns, which must not take long to find out
+            if not self._isolation:
+                batch = members_alone(self._placement, self._shares, self._drafting, self._budget, step=self._step + 1)
+        if batch is None and (batch := self._assemble(suspect)).is_empty:
             return None
         self._step += 1
         record = batch.record(self._step, self.now)
@@ -268,6 +264,15 @@ class Scheduler:
                 request.prompt_computed = True
                 self._release_followers(request)
         return batch.plan(self._info.epoch, record, self._rows.take_freed(), self.kv.index.take_changes())
+
+    def _assemble(self, suspect: Sequence | None) -> StepBatch:
+        parts = self._placement, self.waiting, self._shares, self._isolation, self._drafting
+        assembly = StepAssembly(*parts, self._budget, step=self._step + 1)
+        alone = suspect is not None and assembly.schedule_alone(suspect)
+        self._isolation.runs_alone(suspect if alone else None)
+        if not alone:
+            assembly.schedule_all()
+        return assembly.batch
 
     def _keeps_the_way_free(self) -> bool:
         """While one tenant's many rows make steps long, none queues behind the one that runs: another tenant's next
@@ -301,10 +306,7 @@ class Scheduler:
             self.kv.forget(sequence.table)  # no other request may find what it computed
             if not sequence.finished:
                 others.append(self._end(sequence, FINISH_ERROR, error=_NOT_FINITE))
-        index_blocks = self._rows.kv.index_blocks
-        for sequence in full:
-            if sequence.row != NO_ROW:
-                index_blocks(sequence.table, sequence.token_ids, sequence.num_confirmed_tokens)
+        self._rows.index(full)
         return StepOutputs(plain, others, prompt_logprobs)
 
     def _take_tokens(
@@ -314,7 +316,10 @@ class Scheduler:
 
         The cohort has taken its own already.
         """
-        plain, others = record.plain_tokens(sampled, result.token_ids), []
+        plain, others = record.plain_tokens(sampled, result.token_ids), list[TokenOutput]()
+        if not (record.sampled_others or record.drafts):
+            self.totals.generation_tokens += len(sampled)
+            return plain, others
         is_watching = bool(self._isolation)
         num_ignored, told = 0, set()
         places = range(len(sampled)) if record.drafts else sorted(record.sampled_others)

@@ -181,6 +181,36 @@ def test_given_tables_that_grow_together_when_their_blocks_were_indexed_then_nob
     assert manager.attach_prefix(table(), column([1, 2, 3, 4, 5, 6])) == 2
 
 
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_given_tables_of_all_kinds_when_indexed_together_then_it_is_as_if_one_after_the_other(
+    data: st.DataObject,
+) -> None:
+    """Those with no full block, with one or several, with the same content, without the cache, with another's block."""
+    managers = [KVCacheManager(60, 2) for _ in range(2)]
+    contents = data.draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=5))
+    uses_cache = [data.draw(st.booleans()) for _ in contents]
+    first_ends = [data.draw(st.integers(0, len(tokens))) for tokens in contents]
+    tables = [[BlockTable(root_key("t"), use) for use in uses_cache] for _ in managers]
+    for manager, mine in zip(managers, tables, strict=True):
+        for new, tokens, end in zip(mine, contents, first_ends, strict=True):
+            assert manager.grow(new, 0, len(tokens)) is not None
+            manager.index_blocks(new, column(tokens), end)
+        child = BlockTable(root_key("t"), True)
+        manager.fork(mine[0], child, len(contents[0]))
+        mine.append(child)
+    computed = [column(tokens) for tokens in (*contents, contents[0])]
+    managers[0].index_next_blocks([(t, ids, len(ids)) for t, ids in zip(tables[0], computed, strict=True)])
+    for new, ids in zip(tables[1], computed, strict=True):
+        managers[1].index_blocks(new, ids, len(ids))
+    assert [(t.num_indexed, t.keys) for t in tables[0]] == [(t.num_indexed, t.keys) for t in tables[1]]
+    assert set(managers[0].index._by_key) == set(managers[1].index._by_key)
+    assert sorted(managers[0].index._by_key) == sorted(entry.key for entry in managers[0].index._by_block.values())
+    for tokens in contents:
+        hits = [manager.attach_prefix(table("t"), column([*tokens, 2])) for manager in managers]
+        assert hits[0] == hits[1]
+
+
 def test_given_full_blocks_when_indexed_then_the_changes_say_of_each_what_stands_before_it() -> None:
     manager = KVCacheManager(4, 2)
     first = fill(manager, [1, 2, 3, 4])

@@ -363,6 +363,12 @@ def blocks_enter_the_index_before_they_are_computed(patch: pytest.MonkeyPatch) -
             self, table, token_ids, min(len(token_ids), len(table.blocks) * self.block_size)
         ),
     )
+    wrap(
+        patch,
+        KVCacheManager,
+        "index_next_blocks",
+        lambda original, self, computed: [self.index_blocks(*one) for one in computed],
+    )
 
 
 @mutant
