@@ -1,9 +1,24 @@
-"""The scheduler's figures as one record, for the gateways' metrics and health."""
+"""The engine as gateways know it, and the scheduler's figures as one record, for the gateways' metrics and health."""
 
 from __future__ import annotations
 
-from novainfer.protocol.messages import EngineStats
+from novainfer.executor.base import ExecutorInfo
+from novainfer.protocol.messages import EngineInfo, EngineStats
 from novainfer.scheduler.scheduler import Scheduler
+
+
+def describe(info: ExecutorInfo, epoch: int, max_num_seqs: int) -> EngineInfo:
+    """An engine whose workers are ready. `max_num_seqs`: the scheduler's limit."""
+    return EngineInfo(
+        epoch=epoch,
+        ready=True,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        max_num_seqs=min(info.max_num_seqs, max_num_seqs),
+        mode=info.mode,
+    )
 
 
 def collect_stats(scheduler: Scheduler, epoch: int, seconds_since_progress: float) -> EngineStats:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from novainfer.config import ServeConfig
 from novainfer.engine.core import EngineCore
 from novainfer.engine.gateways import GatewayLink, Owners
-from novainfer.engine.metrics import collect_stats
+from novainfer.engine.metrics import collect_stats, describe
 from novainfer.engine.orphans import Orphans, as_message, ends
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError, ProtocolError
 from novainfer.executor.base import GroupExecutor
@@ -40,7 +40,7 @@ from novainfer.protocol.messages import (
     Unlinked,
 )
 from novainfer.protocol.supervision import ROLE_SCHEDULER, ChildReady, SchedulerPulse, WorkersFault, WorkersLost
-from novainfer.scheduler.batch import PlainTokens
+from novainfer.scheduler.batch import PlainTokens, StepOutputs
 from novainfer.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -133,9 +133,19 @@ class Replica:
             self._num_steps += 1
             if self._num_steps == 1:
                 self._next_stats = now  # the supervisor shall know at once that this group gets on
-            self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
-            engine.submit()
+            self._publish_and_go_on(engine, outputs)
         return True
+
+    def _publish_and_go_on(self, engine: EngineCore, outputs: StepOutputs) -> None:
+        """The next plan goes first, except before a first token or an end."""
+        is_urgent = outputs.plain.begun or outputs.others
+        try:
+            if not is_urgent:  # a gateway that hears of many tokens takes the processor, and leaves cold caches behind
+                engine.submit()
+        finally:  # whatever becomes of the ranks: to the scheduler these tokens are told
+            self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
+        if is_urgent:
+            engine.submit()
 
     def _try_start(self) -> bool:
         info = self._executor.try_ready()
@@ -378,17 +388,7 @@ class Replica:
     def _engine_info(self) -> EngineInfo:
         if not self._has_workers:
             return EngineInfo(epoch=self._epoch, ready=False)
-        info = self._executor.info
-        return EngineInfo(
-            epoch=self._epoch,
-            ready=True,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            max_num_seqs=min(info.max_num_seqs, self._config.scheduler.max_num_seqs),
-            mode=info.mode,
-        )
+        return describe(self._executor.info, self._epoch, self._config.scheduler.max_num_seqs)
 
     def _is_live(self, request_id: str) -> bool:
         return self._engine is not None and request_id in self._engine.scheduler.requests

@@ -1,7 +1,7 @@
 """The scheduler process: one thread and its sockets around a `Replica`.
 
-Each turn of the loop: receive messages, submit plans; for each result that is there: apply it, publish one batch per
-gateway, submit the next plan.
+Each turn of the loop: receive messages, submit plans; for each result that is there: apply it, submit the next plan,
+publish one batch per gateway (which goes first if it has first tokens or ends).
 `python -m novainfer.engine.server --run-dir DIR --replica N --epoch E --group G`
 """
 
