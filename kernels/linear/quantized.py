@@ -17,6 +17,7 @@ from kernels.weights import Deferred, made
 
 _CHUNK_BYTES = 64  # as in native/integers.h
 _SCALE_BYTES = 2
+_WIDE_GROUP = 512  # columns whose products with rows of 16 bits are below 2^31 together
 
 
 class QuantizedArguments(ctypes.Structure):
@@ -24,7 +25,7 @@ class QuantizedArguments(ctypes.Structure):
 
     _fields_ = [
         ("layer", LinearArguments),
-        *((name, ctypes.c_int64) for name in ("bits", "group", "full_range", "half_scales", "rounds_rows")),
+        *((name, ctypes.c_int64) for name in ("bits", "group", "full_range", "half_scales", "row_bits")),
     ]
 
 
@@ -36,7 +37,7 @@ class Layout:
     group: int
     full_range: bool = False  # -128 is among the integers of eight bits
     half_scales: bool = False  # scales in fp16, else bf16
-    rounds_rows: bool = False  # activations are rounded to integers too
+    row_bits: int = 0  # activations are rounded to integers of 8 bits, or bf16 ones may be to 16; 0: neither
 
     def packed_bytes(self, rows: int, columns: int) -> int:
         """Scales and integers together; rows are padded to panels, columns to steps of the kernel."""
@@ -58,7 +59,7 @@ class QuantizedLinear(NativeLinear):
         pack: Callable[[int], object],
     ) -> None:
         """A weight [N, K] = shape under activations of dtype. pack fills it, given the address of its arguments."""
-        numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales, layout.rounds_rows)
+        numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales, layout.row_bits)
 
         def fill(packed: Tensor) -> None:
             layer = LinearArguments(packed.data_ptr(), 0, *shape, DTYPES[dtype], DTYPES[dtype])
@@ -79,7 +80,7 @@ class QuantizedLinear(NativeLinear):
         n, k = weight.shape
         if scheme.rounds_rows and (scheme.bits != 8 or scheme.group % LANES):
             raise ValueError(f"rows cannot be rounded to {scheme.bits} bits in groups of {scheme.group}")
-        layout = Layout(scheme.bits, scheme.group, rounds_rows=scheme.rounds_rows)
+        layout = Layout(scheme.bits, scheme.group, row_bits=_row_bits(scheme))
 
         def pack(arguments: int) -> None:
             rows = last_dim_contiguous(made(weight).detach())
@@ -108,3 +109,10 @@ class QuantizedLinear(NativeLinear):
             library.pack_integers(arguments, integers.data_ptr(), scales.data_ptr(), torch.get_num_threads())
 
         return cls(library, (n, k), dtype, bias, layout, pack)
+
+
+def _row_bits(scheme: WeightScheme) -> int:
+    """16 leaves bf16 activations as they are but for the last bits of small ones: see native/integers.h."""
+    if scheme.rounds_rows:
+        return 8
+    return 16 if scheme.bits == 8 and scheme.group % LANES == 0 and scheme.group <= _WIDE_GROUP else 0

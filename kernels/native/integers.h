@@ -7,8 +7,8 @@
 // A format has, beside what every panel format has, kBits and `put`, which writes one integer into a chunk full of zeros; one of 8
 // bits also over another integer, and without touching those beside it, which other threads may be writing.
 //
-// Activations may be rounded to integers too (rounding.h): then a group's products and sums are whole numbers below 2^24, exact in
-// any order, in 32-bit integers and in fp32 alike, so all instruction sets agree.
+// Activations may be rounded to integers too (rounding.h): then a group's sum is a whole number, exact in any order. Of eight bits it is
+// below 2^24, exact in 32-bit integers and in fp32 alike, so all instruction sets agree.
 #pragma once
 
 #include "microkernel.h"
@@ -166,12 +166,20 @@ struct IntegerDotPanel : Columns {
 
 // ---- integer operands ----
 
+struct RowScale {
+    float step, inverse;  // of a group's integers
+};
+
+// So that the largest number becomes 127.
+INLINE RowScale eight_bits(float largest) { return {largest / kMaxInteger8, kMaxInteger8 / largest}; }
+
 #if defined(__AVX512VNNI__)
 struct RoundedPanel {  // [16] words; each byte is an integer plus 128, since one side of the instruction has no sign
     using T = uint8_t;
     using X = int8_t;
-    static constexpr int kBits = 8, kPack = 4;
+    static constexpr int kBits = 8, kPack = 4, kMost = kMaxInteger8;
 
+    static INLINE RowScale scale_of(float largest) { return eight_bits(largest); }
     static INLINE void put(uint8_t* chunk, int column, int k, int value) { chunk[4 * column + k] = (uint8_t)(value + 128); }
 
     struct Sum {
@@ -199,8 +207,63 @@ struct RoundedPanel {  // [16] words; each byte is an integer plus 128, since on
 #else
 struct RoundedPanel : IntegerPanel<IntegerColumns<8>> {  // fp32 holds every sum of a group exactly
     using Sum = Vec;
+    static constexpr int kMost = kMaxInteger8;
+    static INLINE RowScale scale_of(float largest) { return eight_bits(largest); }
     static INLINE Vec first_sum(float) { return zero(); }
     static INLINE Vec sum_of(const Vec& acc) { return acc; }
+};
+#endif
+
+// Without bf16 products, integers of 16 bits are multiplied twice as fast as fp32 numbers. Their step is a power of two, 2^-14 of the
+// largest number of a group or less, so that a bf16 number enters as it is unless it is below 1/128 of that one; then it is rounded to
+// a step. A group has no more than 512 columns: its sum is below 2^31.
+#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+#define NOVA_WIDE_ROWS
+struct WidePanel : IntegerColumns<8> {  // of each four elements of a row the second and the third are exchanged
+    using T = uint8_t;
+    using X = int16_t;
+    static constexpr int kMost = 32767;
+
+    struct Sum {
+        __m512i p;
+    };
+
+    static INLINE RowScale scale_of(float largest) {
+        uint32_t bits;
+        memcpy(&bits, &largest, 4);
+        bits = (bits & 0x7f800000) - (14 << 23);
+        float step;
+        memcpy(&step, &bits, 4);
+        return {step, 1.0f / step};
+    }
+
+    // The even bytes of a chunk, then its odd ones, as pairs of words.
+    template <int M, int N, class Operand>
+    static INLINE void step(Sum (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
+        __m512i even[N], odd[N];
+        UNROLL for (int n = 0; n < N; n++) {
+            const __m512i bytes = _mm512_loadu_si512(w[n] + at);
+            even[n] = _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8);
+            odd[n] = _mm512_srai_epi16(bytes, 8);
+        }
+        UNROLL for (int m = 0; m < M; m++) {
+            const __m512i first = splat_pair(x.at(m, k)), second = splat_pair(x.at(m, k + 2));
+            UNROLL for (int n = 0; n < N; n++) add_products(acc[m][n], even[n], first);
+            UNROLL for (int n = 0; n < N; n++) add_products(acc[m][n], odd[n], second);
+        }
+    }
+
+    static INLINE __m512i splat_pair(const int16_t* x) {
+        int32_t pair;
+        memcpy(&pair, x, 4);
+        return _mm512_set1_epi32(pair);
+    }
+    static INLINE void add_products(Sum& sum, const __m512i& a, const __m512i& b) {
+        asm("vpdpwssd %2, %1, %0" : "+v"(sum.p) : "v"(a), "v"(b));  // see RoundedPanel
+    }
+
+    static INLINE Sum first_sum(float) { return {_mm512_setzero_si512()}; }
+    static INLINE Vec sum_of(const Sum& acc) { return {_mm512_cvtepi32_ps(acc.p)}; }
 };
 #endif
 

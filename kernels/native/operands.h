@@ -4,6 +4,8 @@
 // by side, so that a step of the loop takes one cache line; rows that do not fill sixteen stay one below the other.
 #pragma once
 
+#include <type_traits>
+
 #include "parallel.h"
 
 namespace {
@@ -53,20 +55,18 @@ struct Operands {
     }
 };
 
-// A row as X, zero-padded to `padded` elements.
-template <class T>
-INLINE void to_operand(const T* x, long count, float* operand, long padded) {
-    long k = 0;
-    for (; k + kLanes <= count; k += kLanes) store(operand + k, load(x + k));
-    for (; k < padded; k++) operand[k] = k < count ? load_one(x + k) : 0.0f;
-}
-INLINE void to_operand(const int8_t* x, long count, int8_t* operand, long padded) {
-    memcpy(operand, x, count);
-    memset(operand + count, 0, padded - count);
-}
-INLINE void to_operand(const Bf16* x, long count, Bf16* operand, long padded) {
-    memcpy(operand, x, count * sizeof(Bf16));
-    for (long k = count; k < padded; k++) operand[k].bits = 0;
+// A row as X, zero-padded to `padded` elements: widened to fp32, or as it is.
+template <class T, class X>
+INLINE void to_operand(const T* x, long count, X* operand, long padded) {
+    if constexpr (std::is_same_v<X, float>) {
+        long k = 0;
+        for (; k + kLanes <= count; k += kLanes) store(operand + k, load(x + k));
+        for (; k < padded; k++) operand[k] = k < count ? load_one(x + k) : 0.0f;
+    } else {
+        static_assert(std::is_same_v<T, X>);
+        memcpy(operand, x, count * sizeof(X));
+        memset(operand + count, 0, (padded - count) * sizeof(X));
+    }
 }
 
 #if defined(__AVX512F__)
@@ -95,23 +95,19 @@ INLINE void transpose(__m512i (&rows)[16]) {
     }
 }
 
-// Sixteen words of a row from its element k on, zeros behind its end.
-template <class T>
-INLINE __m512i load_words(const T* x, long k, long count, const float*) {
-    return (__m512i)(count - k >= kLanes ? load(x + k) : load_some(x + k, count - k)).p[0];
-}
-INLINE __m512i load_words(const Bf16* x, long k, long count, const Bf16*) {
-    if (count - k >= 2 * kLanes) return _mm512_loadu_si512(x + k);
-    Bf16 some[2 * kLanes] = {};
-    memcpy(some, x + k, (count - k) * sizeof(Bf16));
-    return _mm512_loadu_si512(some);
-}
-
-INLINE __m512i load_words(const int8_t* x, long k, long count, const int8_t*) {
-    if (count - k >= 4 * kLanes) return _mm512_loadu_si512(x + k);
-    int8_t some[4 * kLanes] = {};
-    memcpy(some, x + k, count - k);
-    return _mm512_loadu_si512(some);
+// Sixteen words of a row as X from its element k on, zeros behind its end.
+template <class X, class T>
+INLINE __m512i load_words(const T* x, long k, long count) {
+    constexpr long words = kLanes * kWord<X>;
+    if constexpr (std::is_same_v<X, float>) {
+        return (__m512i)(count - k >= words ? load(x + k) : load_some(x + k, count - k)).p[0];
+    } else {
+        static_assert(std::is_same_v<T, X>);
+        if (count - k >= words) return _mm512_loadu_si512(x + k);
+        X some[words] = {};
+        memcpy(some, x + k, (count - k) * sizeof(X));
+        return _mm512_loadu_si512(some);
+    }
 }
 
 // Sixteen rows, x_stride apart, of `count` elements -> SideRows of `depth` elements.
@@ -119,7 +115,7 @@ template <class T, class X>
 void put_side_by_side(const T* x, long x_stride, long count, X* to, long depth) {
     for (long k = 0; k < depth; k += kLanes * kWord<X>) {
         __m512i words[16];
-        UNROLL for (int row = 0; row < 16; row++) words[row] = load_words(x + row * x_stride, k, count, (const X*)nullptr);
+        UNROLL for (int row = 0; row < 16; row++) words[row] = load_words<X>(x + row * x_stride, k, count);
         transpose(words);
         UNROLL for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + k * kSideRows + i * kLanes * kWord<X>, words[i]);
     }
@@ -129,11 +125,8 @@ template <class T, class X>
 void put_side_by_side(const T*, long, long, X*, long) {}
 #endif
 
-INLINE bool usable_in_place(const float*, const float*) { return true; }
-INLINE bool usable_in_place(const Bf16*, const Bf16*) { return true; }
-INLINE bool usable_in_place(const int8_t*, const int8_t*) { return true; }
 template <class T, class X>
-INLINE bool usable_in_place(const T*, const X*) { return false; }
+constexpr bool kUsableInPlace = std::is_same_v<T, X>;
 
 // Calls body(operands) for one tile of the rows of x [m, k], which lie x_stride apart, after the other. Rows are zero-padded to a
 // multiple of `pack` elements. From kMany rows on none lie side by side.
@@ -152,7 +145,7 @@ void for_each_tile(const T* x, long x_stride, long m, long k, long pack, long th
             }
         });
         from += num_side * x_stride;
-        if (usable_in_place(x, (const X*)nullptr) && k % pack == 0) {
+        if (kUsableInPlace<T, X> && k % pack == 0) {
             body(Operands<X>{first, rows, side, num_side, depth, {(const X*)from, x_stride}});
             continue;
         }

@@ -121,7 +121,7 @@ void quantize(const QuantizedArguments& args, const T* weight, long row_stride, 
 
 template <class T>
 void quantize(const QuantizedArguments& args, const T* weight, long row_stride, long threads) {
-    if (args.rounds_rows) {
+    if (args.row_bits == 8) {
         quantize<T, RoundedPanel>(args, weight, row_stride, threads);
     } else if (args.bits == 8) {
         quantize<T, typename IntegerFormats<T>::Bits8>(args, weight, row_stride, threads);

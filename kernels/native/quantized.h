@@ -13,7 +13,8 @@ struct QuantizedArguments {
     LinearArguments layer;
     int64_t bits, group;  // 8 or 4; a multiple of 8
     int64_t full_range, half_scales;  // whether -128 is among integers of 8 bits; whether scales are fp16, else bf16
-    int64_t rounds_rows;              // whether activations are rounded to integers too; then a group is a multiple of 16
+    int64_t row_bits;  // activations become integers of 8 bits; or bf16 ones of 16, where NOVA_WIDE_ROWS is; 0: they don't.
+                       // If they do, a group is a multiple of 16 columns
 };
 
 namespace {
@@ -60,14 +61,15 @@ struct PlainRows {
     INLINE Vec first_sum(long, long) const { return zero(); }
     INLINE Vec sum_of(const Vec& acc, long, long) const { return acc; }
 };
+template <class Panel>
 struct ScaledRows {
-    using Sum = RoundedPanel::Sum;
-    const RoundedRows& rows;
+    using Sum = typename Panel::Sum;
+    const RoundedRows<Panel>& rows;
     long first;  // row of the tile
 
-    INLINE Sum first_sum(long row, long group) const { return RoundedPanel::first_sum(rows.sum(first + row, group)); }
+    INLINE Sum first_sum(long row, long group) const { return Panel::first_sum(rows.sum(first + row, group)); }
     INLINE Vec sum_of(const Sum& acc, long row, long group) const {
-        return RoundedPanel::sum_of(acc) * splat(rows.scale(first + row, group));
+        return Panel::sum_of(acc) * splat(rows.scale(first + row, group));
     }
 };
 
@@ -172,15 +174,15 @@ void vector_quantized(const QuantizedArguments& args, const T* x, long x_stride,
 }
 
 // The same of rows that are integers.
-template <class T>
-void vector_rounded(const QuantizedArguments& args, const RoundedRows& rows, void* y, long m, long threads) {
-    using X = RoundedPanel::X;
+template <class T, class Panel>
+void vector_rounded(const QuantizedArguments& args, const RoundedRows<Panel>& rows, void* y, long m, long threads) {
+    using X = typename Panel::X;
     const LinearArguments& layer = args.layer;
-    const Records<RoundedPanel> records(args);
-    for_each_tile<X>(rows.integers, rows.width, m, rows.width, RoundedPanel::kPack, threads, [&](const Operands<X>& operands) {
-        using Tile = QuantizedTile<T, RoundedPanel, ScaledRows>;
+    const Records<Panel> records(args);
+    for_each_tile<X>(rows.integers, rows.width, m, rows.width, Panel::kPack, threads, [&](const Operands<X>& operands) {
+        using Tile = QuantizedTile<T, Panel, ScaledRows<Panel>>;
         const Output<T> output{layer, y, operands.first};
-        const ScaledRows rule{rows, operands.first};
+        const ScaledRows<Panel> rule{rows, operands.first};
         run_tile(Tile{records, (const uint8_t*)layer.packed, operands, output, args.half_scales != 0, rule}, layer, threads);
     });
 }

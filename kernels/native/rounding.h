@@ -1,6 +1,6 @@
 // Numbers to small integers, and rows of activations that are rounded so.
 //
-// `kernels.linear.reference.round_rows` is the definition. Each group of a row has a scale of its own, so that a large number spoils
+// `kernels.linear.reference.round_rows` is the definition, of eight bits. Each group of a row has a scale of its own, so that a large number spoils
 // the precision of its own group alone.
 #pragma once
 
@@ -16,9 +16,16 @@ INLINE void store_integers(int8_t* to, const Vec& integers) {
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(integers.p[0])));
 }
 #endif
+#if defined(NOVA_WIDE_ROWS)
+INLINE void store_integers(int16_t* to, const Vec& integers) {  // in the order of WidePanel
+    const __m256i words = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(integers.p[0]));
+    _mm256_storeu_si256((__m256i*)to, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
+}
+#endif
 
+template <class Panel>
 struct RoundedRows {
-    using X = RoundedPanel::X;
+    using X = typename Panel::X;
     X* integers;            // [m, width]
     float *scales, *sums;   // [m, groups]; sums: of a group's integers
     long width, groups;     // width: the columns, padded with zeros to a multiple of 16
@@ -35,26 +42,26 @@ struct RoundedRows {
             top = max(absolute(value), top);
             not_finite = fma(value, zero(), not_finite);
         }
-        const float largest = max_lanes(top), step = largest / kMaxInteger8;
-        const bool usable = largest > kSmallestNumber;
-        const Vec inverse = splat(usable ? kMaxInteger8 / largest : 0.0f);
+        const float largest = max_lanes(top);
+        const RowScale scale = largest > kSmallestNumber ? Panel::scale_of(largest) : RowScale{0.0f, 0.0f};
+        const Vec inverse = splat(scale.inverse);
         for (long k = 0; k < count; k += kLanes) {
             const Vec value = round_integer(load_some(x + k, count - k) * inverse);
-            const Vec integer = clamp(value, -kMaxInteger8, kMaxInteger8);
+            const Vec integer = clamp(value, -Panel::kMost, Panel::kMost);
             store_integers(integers + row * width + start + k, integer);
             sum = sum + integer;
         }
-        scales[row * groups + group] = (usable ? step : 0.0f) + sum_lanes(not_finite);
+        scales[row * groups + group] = scale.step + sum_lanes(not_finite);
         sums[row * groups + group] = sum_lanes(sum);
     }
 };
 
 // x [m, k], rows x_stride elements apart; a group is a multiple of 16 columns. The result lies in `scratch`.
-template <class T>
-RoundedRows round_rows(const T* x, long x_stride, long m, long k, long group, Scratch& scratch, long threads) {
+template <class Panel, class T>
+RoundedRows<Panel> round_rows(const T* x, long x_stride, long m, long k, long group, Scratch& scratch, long threads) {
     const long width = round_up(k, kLanes), groups = ceil_div(k, group);
     float* numbers = scratch.get<float>(2 * m * groups + m * width);
-    const RoundedRows rows{(RoundedRows::X*)(numbers + 2 * m * groups), numbers, numbers + m * groups, width, groups};
+    const RoundedRows<Panel> rows{(typename Panel::X*)(numbers + 2 * m * groups), numbers, numbers + m * groups, width, groups};
     parallel_ranges(m, 4, kElementWork * m * k, threads, [&](long begin, long end) {
         for (long row = begin; row < end; row++) {
             for (long i = 0; i < groups; i++) {

@@ -14,7 +14,7 @@ namespace {
 template <class T>
 INLINE bool tiled_quantized(const QuantizedArguments&, const T*, long, void*, long, long) { return false; }
 template <class T>
-INLINE bool tiled_rounded(const QuantizedArguments&, const RoundedRows&, const T*, void*, long, long) { return false; }
+INLINE bool tiled_rounded(const QuantizedArguments&, const RoundedRows<RoundedPanel>&, const T*, void*, long, long) { return false; }
 
 #if defined(NOVA_TILES)
 
@@ -90,7 +90,7 @@ struct PlainSums {
     INLINE Vec value(const void* sums, long, long) const { return load((const float*)sums); }
 };
 struct RoundedSums {
-    const RoundedRows& rows;
+    const RoundedRows<RoundedPanel>& rows;
     long first;  // row of the layer
 
     INLINE Vec value(const void* sums, long row, long group) const {
@@ -227,7 +227,7 @@ INLINE bool tiled_quantized(const QuantizedArguments& args, const Bf16* x, long 
 }
 
 // The bits are those of quantized.h, for whole numbers have but one sum.
-INLINE bool tiled_rounded(const QuantizedArguments& args, const RoundedRows& integers, const Bf16*, void* y, long m, long threads) {
+INLINE bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<RoundedPanel>& integers, const Bf16*, void* y, long m, long threads) {
     if (m < kIntegerRows || !has_runs(args, IntegerPanels::kDepth)) return false;
     static thread_local Scratch scratch;
     const LinearArguments& layer = args.layer;
@@ -243,13 +243,28 @@ INLINE bool tiled_rounded(const QuantizedArguments& args, const RoundedRows& int
 
 #endif
 
+// Whether the layer was computed here, with rows of 16 bits: enough for bf16.
+template <class T>
+INLINE bool wide_quantized(const QuantizedArguments&, const T*, long, void*, long, long) { return false; }
+#if defined(NOVA_WIDE_ROWS)
+INLINE bool wide_quantized(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
+    if (args.row_bits != 16) return false;
+    static thread_local Scratch scratch;
+    const auto rows = round_rows<WidePanel>(x, x_stride, m, args.layer.k, args.group, scratch, threads);
+    vector_rounded<Bf16>(args, rows, y, m, threads);
+    return true;
+}
+#endif
+
 // y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
 template <class T>
 void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
-    if (args.rounds_rows) {
+    if (args.row_bits == 8) {
         static thread_local Scratch scratch;
-        const RoundedRows rows = round_rows(x, x_stride, m, args.layer.k, args.group, scratch, threads);
+        const auto rows = round_rows<RoundedPanel>(x, x_stride, m, args.layer.k, args.group, scratch, threads);
         if (!tiled_rounded(args, rows, x, y, m, threads)) vector_rounded<T>(args, rows, y, m, threads);
+    } else if (wide_quantized(args, x, x_stride, y, m, threads)) {
+        return;
     } else if (!tiled_quantized(args, x, x_stride, y, m, threads)) {
         vector_quantized(args, x, x_stride, y, m, threads);
     }

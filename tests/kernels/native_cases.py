@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata, AttentionParams
@@ -16,6 +17,7 @@ from kernels.native.build import EMULATED_TILES, runs_here, supported_isas
 ISAS = (*supported_isas(), *((EMULATED_TILES,) if runs_here(EMULATED_TILES) and not runs_here("amxbf16") else ()))
 TILES = ("amxbf16", EMULATED_TILES)
 DOT_PRODUCTS = (*TILES, "avx512bf16")  # those that multiply bf16 numbers in pairs
+WIDE_ROWS = ("avx512vnni",)  # that make bf16 rows integers beside weights of 8 bits: WidePanel in integers.h
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (None, torch.int8)
 CPU = torch.device("cpu")
@@ -31,6 +33,14 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same numbers, bit for bit but for the sign of zero."""
     return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def wide_rows(x: Tensor, group: int) -> Tensor:
+    """x [M, K] in steps of 2^-14 of the power of two below the largest number of each group of columns: float64."""
+    parts = F.pad(x.double(), (0, -x.shape[1] % group)).view(len(x), -1, group)
+    largest = parts.abs().amax(-1, keepdim=True)
+    step = torch.exp2(largest.clamp(min=1e-18).log2().floor() - 14)
+    return ((parts / step).round() * step).flatten(1)[:, : x.shape[1]]
 
 
 def poison(cache: Tensor) -> None:

@@ -13,7 +13,7 @@ from kernels.linear.quantized import QuantizedLinear
 from kernels.linear.reference import dequantize, quantize
 from kernels.linear.schemes import INT4, INT8, WeightScheme, head_scheme
 from kernels.reference_backend import ReferenceBackend
-from tests.kernels.native_cases import DTYPES, ISAS, TOLERANCE, relative_error, same_bits
+from tests.kernels.native_cases import DTYPES, ISAS, TOLERANCE, WIDE_ROWS, relative_error, same_bits, wide_rows
 
 pytestmark = pytest.mark.stage0
 
@@ -40,7 +40,9 @@ def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(i
             torch.manual_seed(n * 1000 + k)
             weight, bias, x = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(128, k).to(dtype)
             linear = backend.pack_linear(weight, bias, scheme)
-            expected = x.double() @ weights_of(backend, weight, scheme).double().T + bias.double()
+            rows_are_rounded = isa in WIDE_ROWS and dtype is torch.bfloat16 and scheme.bits == 8
+            entered = wide_rows(x, scheme.group) if rows_are_rounded else x.double()
+            expected = entered @ weights_of(backend, weight, scheme).double().T + bias.double()
             exact = linear(x, torch.float32)
             assert relative_error(exact, expected) < TOLERANCE[torch.float32], (scheme, n, k)
             assert same_bits(linear(x), exact.to(dtype)), (scheme, n, k)
@@ -48,6 +50,35 @@ def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(i
                 start = 128 - rows
                 assert same_bits(linear(x[start:], torch.float32), exact[start:]), (scheme, n, k, rows)
                 assert same_bits(linear(x[:rows]), exact[:rows].to(dtype)), (scheme, n, k, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_whose_numbers_are_far_apart_when_multiplied_then_what_is_lost_is_far_below_an_outputs_rounding(
+    isa: str, dtype: torch.dtype
+) -> None:
+    """An outlier a thousand times as large as the rest of its group, and rows of many magnitudes."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 512) * torch.logspace(-3, 0, 64).unsqueeze(1)
+    x[:, 77] *= 1000.0
+    x, weight = x.to(dtype), torch.randn(48, 512).to(dtype)
+    backend = CpuBackend(isa)
+    expected = x.double() @ weights_of(backend, weight, INT8).double().T
+    error = (backend.pack_linear(weight, None, INT8)(x, torch.float32) - expected).norm(dim=1)
+    assert (error < 0.2 * TOLERANCE[dtype] * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("isa", WIDE_ROWS)
+def test_rows_of_sixteen_bits_when_nothing_is_below_a_128th_then_not_rounded(isa: str) -> None:
+    """The products of a column with one weight are single numbers: each has to come back as it was."""
+    if isa not in ISAS:
+        pytest.skip(f"this processor has no {isa}")
+    torch.manual_seed(0)
+    sign = torch.randint(0, 2, (40, 300)) * 2.0 - 1.0
+    x = ((torch.rand(40, 300) * 127 + 1) * sign * torch.logspace(-15, 15, 40).unsqueeze(1)).bfloat16()
+    linear = CpuBackend(isa).pack_linear(torch.eye(300).bfloat16(), None, INT8)
+    scale = quantize(torch.eye(300), INT8)[1].float().amax(1)
+    assert same_bits(linear(x, torch.float32), x.float() * (127 * scale))
 
 
 @pytest.mark.parametrize("depth", [300, 608])
