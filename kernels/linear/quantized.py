@@ -115,4 +115,4 @@ def _row_bits(scheme: WeightScheme) -> int:
     """16 leaves bf16 activations as they are but for the last bits of small ones: see native/integers.h."""
     if scheme.rounds_rows:
         return 8
-    return 16 if scheme.bits == 8 and scheme.group % LANES == 0 and scheme.group <= _WIDE_GROUP else 0
+    return 16 if scheme.group % LANES == 0 and scheme.group <= _WIDE_GROUP else 0

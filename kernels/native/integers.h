@@ -180,6 +180,9 @@ struct RoundedPanel {  // [16] words; each byte is an integer plus 128, since on
     static constexpr int kBits = 8, kPack = 4, kMost = kMaxInteger8;
 
     static INLINE RowScale scale_of(float largest) { return eight_bits(largest); }
+    static INLINE void store_integers(int8_t* to, const Vec& integers) {
+        _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(integers.p[0])));
+    }
     static INLINE void put(uint8_t* chunk, int column, int k, int value) { chunk[4 * column + k] = (uint8_t)(value + 128); }
 
     struct Sum {
@@ -209,6 +212,7 @@ struct RoundedPanel : IntegerPanel<IntegerColumns<8>> {  // fp32 holds every sum
     using Sum = Vec;
     static constexpr int kMost = kMaxInteger8;
     static INLINE RowScale scale_of(float largest) { return eight_bits(largest); }
+    static INLINE void store_integers(float* to, const Vec& integers) { store(to, integers); }
     static INLINE Vec first_sum(float) { return zero(); }
     static INLINE Vec sum_of(const Vec& acc) { return acc; }
 };
@@ -219,47 +223,54 @@ struct RoundedPanel : IntegerPanel<IntegerColumns<8>> {  // fp32 holds every sum
 // a step. A group has no more than 512 columns: its sum is below 2^31.
 #if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
 #define NOVA_WIDE_ROWS
-struct WidePanel : IntegerColumns<8> {  // of each four elements of a row the second and the third are exchanged
+template <int bits>
+struct WidePanel : IntegerColumns<bits> {
     using T = uint8_t;
     using X = int16_t;
-    static constexpr int kMost = 32767;
+    static constexpr int kPack = IntegerColumns<bits>::kPack, kPairs = kPack / 2, kMost = 32767;
 
     struct Sum {
         __m512i p;
     };
 
     static INLINE RowScale scale_of(float largest) {
-        uint32_t bits;
-        memcpy(&bits, &largest, 4);
-        bits = (bits & 0x7f800000) - (14 << 23);
+        uint32_t word;
+        memcpy(&word, &largest, 4);
+        word = (word & 0x7f800000) - (14 << 23);
         float step;
-        memcpy(&step, &bits, 4);
+        memcpy(&step, &word, 4);
         return {step, 1.0f / step};
     }
 
-    // The even bytes of a chunk, then its odd ones, as pairs of words.
-    template <int M, int N, class Operand>
-    static INLINE void step(Sum (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
-        __m512i even[N], odd[N];
-        UNROLL for (int n = 0; n < N; n++) {
-            const __m512i bytes = _mm512_loadu_si512(w[n] + at);
-            even[n] = _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8);
-            odd[n] = _mm512_srai_epi16(bytes, 8);
-        }
-        UNROLL for (int m = 0; m < M; m++) {
-            const __m512i first = splat_pair(x.at(m, k)), second = splat_pair(x.at(m, k + 2));
-            UNROLL for (int n = 0; n < N; n++) add_products(acc[m][n], even[n], first);
-            UNROLL for (int n = 0; n < N; n++) add_products(acc[m][n], odd[n], second);
-        }
+    // The i-th integer of each half of a column's word.
+    static INLINE __m512i widen(const __m512i& words, int i) {
+        return _mm512_srai_epi16(i == kPairs - 1 ? words : _mm512_slli_epi16(words, 16 - bits * (i + 1)), 16 - bits);
     }
 
-    static INLINE __m512i splat_pair(const int16_t* x) {
-        int32_t pair;
-        memcpy(&pair, x, 4);
-        return _mm512_set1_epi32(pair);
+    // A row's integers in the order that they are multiplied in.
+    static INLINE void store_integers(int16_t* to, const Vec& integers) {
+        const __m128i order = bits == 8 ? _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15)
+                                        : _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+        const __m256i in_order = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(integers.p[0]));
+        _mm256_storeu_si256((__m256i*)to, _mm256_shuffle_epi8(in_order, _mm256_broadcastsi128_si256(order)));
     }
-    static INLINE void add_products(Sum& sum, const __m512i& a, const __m512i& b) {
-        asm("vpdpwssd %2, %1, %0" : "+v"(sum.p) : "v"(a), "v"(b));  // see RoundedPanel
+
+    template <int M, int N, class Operand>
+    static INLINE void step(Sum (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
+        __m512i words[N];
+        UNROLL for (int n = 0; n < N; n++) words[n] = _mm512_loadu_si512(w[n] + at);
+        UNROLL for (int i = 0; i < kPairs; i++) {
+            __m512i pairs[N];
+            UNROLL for (int n = 0; n < N; n++) pairs[n] = widen(words[n], i);
+            UNROLL for (int m = 0; m < M; m++) {
+                int32_t word;
+                memcpy(&word, x.at(m, k + 2 * i), 4);
+                const __m512i row = _mm512_set1_epi32(word);
+                UNROLL for (int n = 0; n < N; n++) {  // see RoundedPanel
+                    asm("vpdpwssd %2, %1, %0" : "+v"(acc[m][n].p) : "v"(pairs[n]), "v"(row));
+                }
+            }
+        }
     }
 
     static INLINE Sum first_sum(float) { return {_mm512_setzero_si512()}; }

@@ -10,19 +10,6 @@ namespace {
 
 constexpr float kSmallestNumber = 1e-18f;  // a group that holds nothing larger becomes zero: squares would underflow
 
-INLINE void store_integers(float* to, const Vec& integers) { store(to, integers); }
-#if defined(__AVX512VNNI__)
-INLINE void store_integers(int8_t* to, const Vec& integers) {
-    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(integers.p[0])));
-}
-#endif
-#if defined(NOVA_WIDE_ROWS)
-INLINE void store_integers(int16_t* to, const Vec& integers) {  // in the order of WidePanel
-    const __m256i words = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(integers.p[0]));
-    _mm256_storeu_si256((__m256i*)to, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
-}
-#endif
-
 template <class Panel>
 struct RoundedRows {
     using X = typename Panel::X;
@@ -48,7 +35,7 @@ struct RoundedRows {
         for (long k = 0; k < count; k += kLanes) {
             const Vec value = round_integer(load_some(x + k, count - k) * inverse);
             const Vec integer = clamp(value, -Panel::kMost, Panel::kMost);
-            store_integers(integers + row * width + start + k, integer);
+            Panel::store_integers(integers + row * width + start + k, integer);
             sum = sum + integer;
         }
         scales[row * groups + group] = scale.step + sum_lanes(not_finite);

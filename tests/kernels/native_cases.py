@@ -17,7 +17,7 @@ from kernels.native.build import EMULATED_TILES, runs_here, supported_isas
 ISAS = (*supported_isas(), *((EMULATED_TILES,) if runs_here(EMULATED_TILES) and not runs_here("amxbf16") else ()))
 TILES = ("amxbf16", EMULATED_TILES)
 DOT_PRODUCTS = (*TILES, "avx512bf16")  # those that multiply bf16 numbers in pairs
-WIDE_ROWS = ("avx512vnni",)  # that make bf16 rows integers beside weights of 8 bits: WidePanel in integers.h
+WIDE_ROWS = ("avx512vnni",)  # that make bf16 rows integers, too: WidePanel in integers.h
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (None, torch.int8)
 CPU = torch.device("cpu")
