@@ -99,9 +99,11 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 def answer_headers(info: RequestInfo) -> list[tuple[bytes, bytes]]:
     """What every answer carries, beside its own headers."""
     elapsed = (time.perf_counter() - info.started) * 1000
-    return [
+    headers = [
         (b"x-request-id", info.request_id.encode()),
-        (b"openai-processing-ms", str(round(elapsed)).encode()),
+        (b"openai-processing-ms", b"%d" % round(elapsed)),
         (b"openai-version", b"2020-10-01"),
-        *((name.encode(), value.encode()) for name, value in info.headers.items()),
     ]
+    if info.headers:
+        headers += [(name.encode(), value.encode()) for name, value in info.headers.items()]
+    return headers

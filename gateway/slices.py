@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 SLICE_SECONDS = 0.005
@@ -63,17 +62,22 @@ def write_object(fields: Mapping[str, Any]) -> Written:
     return Written(["{", *parts, "}"])
 
 
-class SlicedResponse(Response):
-    """A whole answer in JSON, sent in parts; make it with `of`."""
+class SlicedResponse:
+    """A whole answer in JSON, sent in parts; make it with `of`. An application, as of ASGI."""
 
     def __init__(self, parts: list[bytes], headers: Mapping[str, str]) -> None:
-        length = {"content-length": str(sum(map(len, parts)))}
-        super().__init__(None, 200, {**headers, **length}, media_type="application/json")
         self._parts = parts
+        self._headers = [
+            *((name.encode(), value.encode()) for name, value in headers.items()),
+            (b"content-length", b"%d" % sum(map(len, parts))),
+            (b"content-type", b"application/json"),
+        ]
 
     @classmethod
     async def of(cls, written: Written, headers: Mapping[str, str]) -> SlicedResponse:
         """The response with this body."""
+        if len(written) == 1:
+            return cls([written[0].encode()], headers)
         slices = Slices()
         parts: list[bytes] = []
         group: list[str] = []
@@ -89,10 +93,11 @@ class SlicedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, as fast as the client takes it."""
-        slices = Slices()
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for part in self._parts[:-1]:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-            await slices.pause()
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        if len(self._parts) > 1:
+            slices = Slices()
+            for part in self._parts[:-1]:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await slices.pause()
         # The end goes with the last byte: a client may send its next request as soon as it has that.
         await send({"type": "http.response.body", "body": self._parts[-1]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from gateway.routes.endpoint import Call
 from gateway.routes.generate import generate
@@ -14,7 +14,7 @@ from gateway.text_jobs import RenderJob
 from novainfer.errors import InvalidRequestError
 
 
-async def chat_completions(call: Call) -> Response | None:
+async def chat_completions(call: Call) -> ASGIApp | None:
     """Answer a chat, whole or as a stream."""
     service = call.service
     call.limit_time()

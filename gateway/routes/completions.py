@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from gateway.routes.endpoint import Call
 from gateway.routes.generate import generate
@@ -15,7 +15,7 @@ from novainfer.errors import InvalidRequestError
 Prompt = str | list[int]
 
 
-async def completions(call: Call) -> Response | None:
+async def completions(call: Call) -> ASGIApp | None:
     """Continue one or several prompts, whole or as a stream."""
     service = call.service
     call.limit_time()

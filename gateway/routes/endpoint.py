@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.body import ClientGone, read_json
 from gateway.context import RequestInfo, request_info
@@ -131,12 +131,12 @@ class Call:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    async def respond(self, response: Response) -> None:
+    async def respond(self, response: ASGIApp) -> None:
         """Send a whole answer."""
         await response(self.scope, self.receive, self.send)
 
 
-Handler = Callable[[Call], Awaitable[Response | None]]
+Handler = Callable[[Call], Awaitable[ASGIApp | None]]
 
 
 class Endpoint:
@@ -150,7 +150,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(self._service, scope, receive, send)
         call.info.handler = self._path
-        response: Response | None
+        response: ASGIApp | None
         try:
             response = await self._handler(call)
         except ClientGone:

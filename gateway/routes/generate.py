@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from gateway.answers import ChatAnswer, CompletionAnswer, chunks_of
 from gateway.routes.endpoint import MODE_HEADER, Call
@@ -21,7 +21,7 @@ async def generate(
     *,
     model: str,
     wants_receipt: bool,
-) -> Response | None:
+) -> ASGIApp | None:
     """Answer with what follows the prompts, given as (token ids, text to echo). Raises what `service.start` raises.
 
     model: the name that the client used.

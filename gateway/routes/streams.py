@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from urllib.parse import parse_qs
 
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from gateway.answers import chunks_of
 from gateway.body import ClientGone
@@ -28,7 +28,7 @@ from novainfer.protocol.messages import Claimed
 CLAIM_SECONDS = 2.0  # for the scheduler to miss a dead gateway
 
 
-async def resume(call: Call) -> Response | None:
+async def resume(call: Call) -> ASGIApp | None:
     """Go on after the event with the id `after` (or the header Last-Event-ID); from the beginning without one."""
     if call.scope["method"] != "GET":  # Starlette adds HEAD, which would take the stream over, and read nothing of it
         raise ApiError(405, "Method Not Allowed.", "method_not_allowed", headers={"allow": "GET"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from gateway.routes.chat import chat_job, refuse_tool_choice
 from gateway.routes.endpoint import Call
@@ -16,7 +16,7 @@ from novainfer.errors import InvalidRequestError
 PART_IDS = 2048  # that are written at once
 
 
-async def tokenize(call: Call) -> Response:
+async def tokenize(call: Call) -> ASGIApp:
     """Token ids of a text or of a rendered chat."""
     service = call.service
     request, headers = await call.parse(TokenizeRequest)
@@ -53,7 +53,7 @@ async def write_each(ids: memoryview, told: Callable[[int], int | str | None]) -
     return written
 
 
-async def detokenize(call: Call) -> Response:
+async def detokenize(call: Call) -> ASGIApp:
     """Text of token ids, special tokens included. Those that the model has beyond its tokenizer have none."""
     service = call.service
     request, headers = await call.parse(DetokenizeRequest)

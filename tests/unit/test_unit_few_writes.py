@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from starlette.responses import Response
 
-from gateway.answer_transports import HeldHead
 from gateway.slices import SLICE_SECONDS, Slices, Written, write_object
 from novainfer.protocol.messages import TokenOutput
 from novainfer.text.tokenizer import Tokenizer
@@ -35,11 +34,11 @@ class Writes(Pipe):
         self.is_closed = True
 
 
-def held(pipe: Writes, *, expects: bool = False) -> Any:
+def held(pipe: Writes, *, expects: bool = False, **scope: str) -> Any:
     """A cycle whose head is held."""
     cycle = cycle_on(pipe)
     cycle.waiting_for_100_continue = expects
-    cycle.transport = cast(asyncio.Transport, HeldHead(cycle))
+    cycle.scope |= scope  # type: ignore[typeddict-item]
     return cycle
 
 
@@ -50,7 +49,6 @@ def test_given_a_whole_answer_when_sent_then_head_and_body_are_one_write_and_wha
         await Response(b"first", 200)(cycle.scope, cycle.receive, cycle.send)
         assert len(pipe.parts) == 1
         assert pipe.data.endswith(b"content-length: 5\r\n\r\nfirst")
-        assert cycle.transport is pipe
 
     asyncio.run(main())
 
@@ -79,15 +77,122 @@ def test_given_a_client_that_asks_first_when_the_body_is_read_then_it_hears_at_o
     asyncio.run(main())
 
 
-def test_given_an_answer_that_ends_behind_its_head_when_closed_then_the_head_has_gone() -> None:
+async def begins(scope: Any, receive: Any, send: Any) -> None:
+    """An application that fails behind the head of its answer."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    raise ValueError("broken")
+
+
+async def ends_early(scope: Any, receive: Any, send: Any) -> None:
+    """One that returns there."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+async def says_nothing(scope: Any, receive: Any, send: Any) -> None:
+    """One without an answer."""
+
+
+@pytest.mark.parametrize("app", [begins, ends_early])
+def test_given_an_answer_that_ends_behind_its_head_when_closed_then_the_head_has_gone(app: Any) -> None:
+    async def main() -> None:
+        pipe = Writes()
+        await held(pipe).run_asgi(app)
+        assert pipe.is_closed
+        assert pipe.data.startswith(b"HTTP/1.1 200")
+
+    asyncio.run(main())
+
+
+def test_given_an_application_without_an_answer_when_it_returns_then_the_client_gets_one() -> None:
     async def main() -> None:
         pipe = Writes()
         cycle = held(pipe)
-        await cycle.send({"type": "http.response.start", "status": 200, "headers": []})
-        assert pipe.parts == []
-        cycle.transport.close()
+        await cycle.run_asgi(says_nothing)
+        assert pipe.data.startswith(b"HTTP/1.1 500")
+        assert cycle.response_complete
+
+    asyncio.run(main())
+
+
+async def parts(scope: Any, receive: Any, send: Any) -> None:
+    """An answer in two parts, of a length that is not announced."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+    await send({"type": "http.response.body", "body": b"one", "more_body": True})
+    await send({"type": "http.response.body", "body": b"two", "more_body": False})
+
+
+@pytest.mark.parametrize(
+    ("scope", "head_end", "body"),
+    [
+        ({}, b"a: b\r\ntransfer-encoding: chunked\r\n", b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"),
+        ({"http_version": "1.0"}, b"a: b\r\n", b"onetwo"),
+        ({"method": "HEAD"}, b"a: b\r\n", b""),
+    ],
+)
+def test_given_a_body_of_unknown_length_when_sent_then_its_end_can_be_seen(
+    scope: dict[str, str], head_end: bytes, body: bytes
+) -> None:
+    async def main() -> None:
+        pipe = Writes()
+        cycle = held(pipe, **scope)
+        await cycle.run_asgi(parts)
+        head, _, rest = pipe.data.partition(b"\r\n\r\n")
+        assert head + b"\r\n" == b"HTTP/1.1 200 OK\r\n" + head_end
+        assert rest == body
+        assert cycle.response_complete
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "header", [(b"a\r\nb", b"c"), (b"a b", b"c"), (b"a", b"b\r\nc: d"), (b"a", b"b\nc"), (b"a", b"\0")]
+)
+def test_given_a_header_that_would_be_two_when_sent_then_the_answer_is_another(header: tuple[bytes, bytes]) -> None:
+    async def main() -> None:
+        pipe = Writes()
+        cycle = held(pipe)
+        with pytest.raises(RuntimeError, match="header"):
+            await cycle.send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y"), header]})
+        assert not pipe.data
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("length", "words"), [(2, "longer"), (4, "shorter")])
+def test_given_another_length_than_announced_when_sent_then_that_is_an_error(length: int, words: str) -> None:
+    async def main() -> None:
+        cycle = held(Writes())
+        await cycle.send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % length)]}
+        )
+        with pytest.raises(RuntimeError, match=words):
+            await cycle.send({"type": "http.response.body", "body": b"one", "more_body": False})
+        assert not cycle.response_complete
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("keep_alive", [True, False])
+def test_given_an_answer_that_closes_when_it_ends_then_it_says_so_once(keep_alive: bool) -> None:
+    async def main() -> None:
+        pipe = Writes()
+        cycle = held(pipe)
+        cycle.keep_alive = keep_alive
+        await Response(b"x", 200, {"connection": "close"})(cycle.scope, cycle.receive, cycle.send)
+        assert pipe.data.count(b"connection: close\r\n") == 1
         assert pipe.is_closed
-        assert pipe.data.startswith(b"HTTP/1.1 200")
+
+    asyncio.run(main())
+
+
+def test_given_a_connection_that_is_not_kept_when_answered_then_the_answer_says_so() -> None:
+    async def main() -> None:
+        pipe = Writes()
+        cycle = held(pipe)
+        cycle.keep_alive = False
+        await Response(b"x", 200)(cycle.scope, cycle.receive, cycle.send)
+        assert b"\r\nconnection: close\r\n" in pipe.data
+        assert pipe.is_closed
 
     asyncio.run(main())
 
@@ -98,7 +203,6 @@ def test_given_a_stream_when_it_ends_then_its_last_events_are_one_write(tmp_path
     async def main() -> None:
         server = Server(tokenizer)
         server.pipe = server.cycle.transport = pipe = Writes()
-        server.cycle.transport = cast(asyncio.Transport, HeldHead(server.cycle))
         task = server.start()
         server.stream.push_token("r", 0, 0, 5)
         await settle()

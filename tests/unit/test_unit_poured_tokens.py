@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from gateway.answer_cycle import AnswerCycle
 from gateway.answers import chunks_of
 from gateway.body import ClientGone
 from gateway.body_writer import BodyWriter, WatchedFlow
@@ -75,10 +75,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tiny")))
 
 
-def cycle_on(pipe: Pipe) -> RequestResponseCycle:
+def cycle_on(pipe: Pipe) -> AnswerCycle:
     log = logging.getLogger("test")
     scope: Any = {"type": "http", "method": "POST", "http_version": "1.1", "client": None, "path": "/"}
-    return RequestResponseCycle(
+    return AnswerCycle(
         scope=scope,
         transport=pipe,
         flow=WatchedFlow(pipe),
