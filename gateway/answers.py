@@ -30,7 +30,7 @@ def _spelling(tokenizer: Tokenizer) -> Spelling:
     return Spelling(tokenizer, json_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Envelope:
     """What all parts of one answer say alike. `created` in Unix seconds."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, to_api_error
-from gateway.limits import Permit
+from gateway.limits import NO_PERMIT, Permit
 from gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class RequestInfo:
     received: Iterable[tuple[bytes, bytes]] = ()  # headers, names in lower case
     body_bytes: int = 0
     time_limit: float = math.inf  # seconds from `started`
-    permit: Permit = field(default_factory=Permit.none)  # what it holds
+    permit: Permit = NO_PERMIT  # what it holds
     headers: dict[str, str] = field(default_factory=dict)  # of its answer, whatever that is
 
     @property

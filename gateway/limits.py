@@ -22,7 +22,7 @@ _LEAST = 128  # with less than one part in so many left the queue is full: what 
 _KEPT_FOR_SMALL = 8  # with several keys, one part in so many is for tenants that hold less than that
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cost:
     """What an HTTP request asks for: prompts, choices of all of them, and tokens as far as they are known yet."""
 
@@ -56,7 +56,7 @@ class Permit:
     @classmethod
     def none(cls) -> Permit:
         """The right to hold nothing."""
-        return cls(None, _NOBODY, _NOTHING)
+        return cls(None, Account(NO_QUOTA, time.monotonic), Cost(prompts=0))
 
     def correct(self, prompt_tokens: int) -> None:
         """The prompts are tokenised: they have so many tokens. Never refuses."""
@@ -92,6 +92,7 @@ class Account:
 
     def __init__(self, quota: Quota, clock: Callable[[], float]) -> None:
         self.quota = quota
+        self.is_free = quota == NO_QUOTA  # no limits of its own
         self.live = 0  # prompts
         self.queued = 0  # of those: of requests that wait for a first token
         self.sequences = 0
@@ -99,8 +100,7 @@ class Account:
         self.bucket = TokenBucket(quota.tokens_per_minute, clock) if quota.tokens_per_minute else None
 
 
-_NOTHING = Cost(prompts=0)
-_NOBODY = Account(NO_QUOTA, time.monotonic)
+NO_PERMIT = Permit.none()  # which nothing can be done to
 
 
 class Limits:
@@ -130,6 +130,7 @@ class Limits:
         self._default = NO_QUOTA.with_default(max_per_tenant)
         self._accounts: dict[str, Account] = {}
         self._mean_seconds = 1.0
+        self._is_shared = len(self._quotas) > 1
 
     def reserve(self, tenant: str, cost: Cost | None = None, room: Room | None = None) -> Permit:
         """Room for a request of `tenant`. Raises what `check` raises."""
@@ -160,7 +161,8 @@ class Limits:
         max_requests = account.quota.max_requests
         if cost.prompts > self._max_live or (max_requests and cost.prompts > max_requests):
             raise InvalidRequestError(f"{cost.prompts} prompts in one request are too many.", param="prompt")
-        self._check_quota(account, cost, room)
+        if not account.is_free:
+            self._check_quota(account, cost, room)
         if self.num_live + cost.prompts > self._max_live:
             raise OverloadedError("The server is full.", retry_after=self._until_next(self.num_live))
         if room is not None:
@@ -178,7 +180,7 @@ class Limits:
 
     def is_timeless(self, tenant: str) -> bool:
         """The tenant has no limits of its own."""
-        return self._account(tenant).quota == NO_QUOTA
+        return self._account(tenant).is_free
 
     @property
     def live_by_tenant(self) -> dict[str, int]:
@@ -188,8 +190,10 @@ class Limits:
     def headers(self, tenant: str) -> dict[str, str]:
         """`x-ratelimit-*` as OpenAI has them, of the limits that the tenant has."""
         account = self._account(tenant)
-        requests, tokens = QUOTA_HEADERS[:3], QUOTA_HEADERS[3:]
         found: dict[str, str] = {}
+        if account.is_free:
+            return found
+        requests, tokens = QUOTA_HEADERS[:3], QUOTA_HEADERS[3:]
         if account.quota.max_requests:
             left = max(account.quota.max_requests - account.live, 0)
             wait = self._until_next(account.live) if account.live else 0.0
@@ -241,7 +245,9 @@ class Limits:
 
     def _open_part(self, limit: int, would_hold: int) -> int:
         """What of a limit is open to a tenant that would then hold so much: the rest is for those who hold little."""
-        kept = limit // _KEPT_FOR_SMALL if len(self._quotas) > 1 else 0
+        if not self._is_shared:
+            return limit
+        kept = limit // _KEPT_FOR_SMALL
         return limit - kept if would_hold > kept else limit
 
     def _requeue(self, permit: Permit, tokens: int) -> None:

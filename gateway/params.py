@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass
+import os
 from typing import Any
 
 from gateway.limits import Cost
@@ -21,12 +20,7 @@ MAX_BAD_WORD_LENGTH = 128
 MAX_PROMPT_LOGPROBS = 2**18
 MAX_REPEATED_CHARS = 2**25
 _ID_CHARS = 8  # of a token id in JSON
-
-
-@dataclass(frozen=True, slots=True)
-class _Logprobs:
-    output: int | None
-    prompt: int | None
+_STANDARD: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def resolve_params(
@@ -75,13 +69,16 @@ def _echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
 
 def draw_seed() -> int:
     """A seed for a request that came without one."""
-    return secrets.randbelow(MAX_SEED)
+    return int.from_bytes(os.urandom(8)) & MAX_SEED
 
 
 def _sampling_params(
     request: ChatRequest | CompletionRequest, num_prompt_tokens: int, tokenizer: Tokenizer, info: EngineInfo
 ) -> SamplingParams:
-    logprobs = _chat_logprobs(request) if isinstance(request, ChatRequest) else _completion_logprobs(request)
+    if isinstance(request, ChatRequest):
+        logprobs, prompt_logprobs = _chat_logprobs(request)
+    else:
+        logprobs, prompt_logprobs = _completion_logprobs(request)
     return SamplingParams(
         n=request.n,
         max_tokens=_max_tokens(request, num_prompt_tokens, info.max_model_len),
@@ -97,8 +94,8 @@ def _sampling_params(
         include_stop_str_in_output=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
         skip_special_tokens=request.skip_special_tokens,
-        logprobs=logprobs.output,
-        prompt_logprobs=logprobs.prompt,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         **_with_model_defaults(request, tokenizer),
     )
 
@@ -137,11 +134,14 @@ def estimate_cost(request: ChatRequest | CompletionRequest, num_prompts: int, bo
 
 def _with_model_defaults(request: GenerationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     """The request's value, else generation_config.json's, else OpenAI's."""
-    values: dict[str, Any] = {}
-    standard = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    for name, fallback in standard.items():
+    numbers = tokenizer.generation_defaults.numbers
+    values = dict(_STANDARD)
+    for name in _STANDARD:
         asked = getattr(request, name)
-        values[name] = tokenizer.generation_defaults.numbers.get(name, fallback) if asked is None else asked
+        if asked is not None:
+            values[name] = asked
+        elif name in numbers:
+            values[name] = numbers[name]
     if values["top_k"] == -1:  # another way to say "off"
         values["top_k"] = 0
     if 0.0 < values["temperature"] < MIN_TEMPERATURE:  # another way to say "greedy"
@@ -169,23 +169,21 @@ def _check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -
         )
 
 
-def _chat_logprobs(request: ChatRequest) -> _Logprobs:
+def _chat_logprobs(request: ChatRequest) -> tuple[int | None, int | None]:
+    """Of the output, and of the prompt."""
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     _refuse_streamed_prompt_logprobs(request)
-    return _Logprobs((request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs)
+    return (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs
 
 
-def _completion_logprobs(request: CompletionRequest) -> _Logprobs:
+def _completion_logprobs(request: CompletionRequest) -> tuple[int | None, int | None]:
+    """The same."""
     _refuse_streamed_prompt_logprobs(request)
-    prompt = request.prompt_logprobs
-    if (
-        _echoes_logprobs(request)
-        and request.logprobs is not None
-        and (prompt is None or 0 <= prompt < request.logprobs)
-    ):
-        prompt = request.logprobs
-    return _Logprobs(request.logprobs, prompt)
+    logprobs, prompt = request.logprobs, request.prompt_logprobs
+    if logprobs is not None and request.echo and (prompt is None or 0 <= prompt < logprobs):
+        prompt = logprobs
+    return logprobs, prompt
 
 
 def _refuse_streamed_prompt_logprobs(request: GenerationRequest) -> None:
@@ -202,7 +200,10 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 
 def _banned_token_ids(request: GenerationRequest, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """The request's, its bad words', and those that the model's generation_config.json suppresses."""
-    always = [token_id for token_id in tokenizer.generation_defaults.banned_token_ids if token_id < vocab_size]
+    known = tokenizer.generation_defaults.banned_token_ids
+    if not (known or request.banned_token_ids or request.bad_words):
+        return ()
+    always = [token_id for token_id in known if token_id < vocab_size]
     words = _bad_word_ids(request.bad_words, tokenizer) if request.bad_words else ()
     return (*request.banned_token_ids, *words, *always)
 

@@ -7,15 +7,14 @@ import logging
 import math
 import os
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
+from gateway.admission import Admission, Live, LiveGenerations, Refusals
 from gateway.body import ByteBudget
 from gateway.context import RequestInfo
 from gateway.engine_metrics import ClientView, EngineView
-from gateway.errors import ApiError, to_api_error
+from gateway.errors import ApiError
 from gateway.generation import Generation, PromptState
 from gateway.limits import Cost, Limits, Room
 from gateway.metrics import GatewayMetrics
@@ -31,7 +30,7 @@ from novainfer.client.engine_client import EngineClient
 from novainfer.client.engine_link import EngineLink
 from novainfer.config import ServeConfig
 from novainfer.errors import InvalidRequestError, OverloadedError
-from novainfer.protocol.messages import AddRequest, EngineInfo
+from novainfer.protocol.messages import AddRequest, EngineInfo, EngineStats
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
 
@@ -71,7 +70,7 @@ class GatewayService:
         )
         endpoint = config.server.otlp_traces_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint)
-        self._counted_refusals = _CountedRefusals(self.metrics, self.limits)
+        self._refusals = Refusals(self.metrics, self.limits)
         self.metrics.live.set_function(lambda: self.limits.num_live)
         self.metrics.journal.set_function(lambda: self.client.num_live)
         self.metrics.watch_tenants(lambda: self.limits.live_by_tenant)
@@ -80,7 +79,8 @@ class GatewayService:
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes, is_shared=is_shared)
         self._is_successor = is_successor
         self._digest = ModelDigest(config.model)
-        self._live: defaultdict[str, list[tuple[str, Generation]]] = defaultdict(list)
+        self._live = LiveGenerations(self._tell_end)
+        self._last_room: tuple[EngineInfo | None, EngineStats | None, int, Room | None] = (None, None, 0, None)
 
         model = config.model
         folder = resolve_checkpoint(model.tokenizer or model.model, revision=model.revision)
@@ -139,8 +139,8 @@ class GatewayService:
 
         While the engine recovers, requests are taken: they wait with those that were there.
         """
-        limits = self.client.limits
-        if limits is None or self.limits.draining or not self.client.accepts:
+        limits = self.client.open_limits
+        if limits is None or self.limits.draining:
             raise OverloadedError(f"The server cannot take requests now: {self.unready_reason()}.", retry_after=2.0)
         return limits
 
@@ -191,15 +191,16 @@ class GatewayService:
             raise InvalidRequestError(f"More than {MAX_SEQUENCES} answers in one request are too many.", param="n")
         for token_ids, _ in prompts:
             _check_prompt(token_ids, engine.vocab_size)
+        lengths = [len(token_ids) for token_ids, _ in prompts]
         # Only a chat's max_tokens depends on the prompt's length, and a chat is one prompt.
-        params = resolve_params(request, max(len(token_ids) for token_ids, _ in prompts), self.tokenizer, engine)
+        params = resolve_params(request, max(lengths), self.tokenizer, engine)
         check_repeated(request, params, prompts)
         eos = [i for i in self.tokenizer.eos_token_ids if i < engine.vocab_size]  # others are never sampled
         states = [
             PromptState(f"{record.response_id}-{number}", token_ids, _own_seed(params, request.seed, number), eos, echo)
             for number, (token_ids, echo) in enumerate(prompts)
         ]
-        info.permit.correct(sum(len(token_ids) for token_ids, _ in prompts))
+        info.permit.correct(sum(lengths))
         answers = [""] * len(states)
         if request.stream:
             answers = answers_of(record, [echo for _, echo in prompts])
@@ -244,31 +245,29 @@ class GatewayService:
             answer=answer,
         )
 
-    @contextmanager
-    def admit(self, info: RequestInfo, cost: Cost | None = None, room: Room | None = None) -> Iterator[None]:
-        """Hold room while a request is answered; counts a refusal, also one that comes later."""
-        with self._counted_refusals:
-            try:
-                permit = self.limits.reserve(info.tenant, cost, room)
-            finally:
-                info.headers |= self.limits.headers(info.tenant)
-            with permit:
-                info.permit = permit
-                yield
+    def admit(self, info: RequestInfo, cost: Cost | None = None, room: Room | None = None) -> Admission:
+        """A context that holds room while a request is answered; counts a refusal, also one that comes later."""
+        return Admission(self.limits, self._refusals, info, cost, room)
 
     def admit_generation(
         self, info: RequestInfo, request: ChatRequest | CompletionRequest, num_prompts: int
-    ) -> AbstractContextManager[None]:
+    ) -> Admission:
         """The same for a generation, before the work of rendering and tokenising it."""
-        with self._counted_refusals:
+        try:
             engine = self.engine_info()
+        except OverloadedError as error:
+            self._refusals.count(error)
+            raise
         cost = estimate_cost(request, num_prompts, info.body_bytes, engine.max_model_len)
         return self.admit(info, cost, self._room(engine))
 
     def refuse_if_full(self, info: RequestInfo) -> None:
         """`check_room`; a refusal is counted."""
-        with self._counted_refusals:
+        try:
             self.check_room(info)
+        except Exception as error:
+            self._refusals.count(error)
+            raise
 
     def check_room(self, info: RequestInfo) -> None:
         """Raise `OverloadedError` if a generation with a body of this size has no room, whatever the body says."""
@@ -281,67 +280,36 @@ class GatewayService:
             raise
 
     def _room(self, engine: EngineInfo) -> Room:
-        """This gateway's part of the places and tokens that may wait."""
+        """This gateway's part of the places and tokens that may wait: the same one until the engine says something."""
         server, stats, num_engines = self.config.server, self.client.stats, self.client.num_accepting
+        last_engine, last_stats, last_num, room = self._last_room
+        if room is not None and last_engine is engine and last_stats is stats and last_num == num_engines:
+            return room
         tokens = server.max_queued_tokens or QUEUED_CACHES * engine.num_blocks * engine.block_size * num_engines
-        return Room(
+        room = Room(
             sequences=(self.config.scheduler.max_waiting + engine.max_num_seqs) * num_engines // server.num_gateways,
             queued_tokens=tokens // server.num_gateways,
             retry_after=stats.queue_seconds if stats is not None else 1.0,
         )
+        self._last_room = engine, stats, num_engines, room
+        return room
 
-    @contextmanager
-    def live(self, generation: Generation, response_id: str, info: RequestInfo) -> Iterator[Generation]:
-        """While it runs, a generation can be cancelled by either of its ids; afterwards it is closed."""
-        entry = (info.tenant, generation)
-        ids = {response_id, info.request_id}
-        timer = None
-        if info.time_limit != math.inf:
-            timer = asyncio.get_running_loop().call_later(info.time_left, generation.expire)
-        for key in ids:
-            self._live[key].append(entry)
-        try:
-            yield generation
-        finally:
-            if timer is not None:
-                timer.cancel()
-            generation.close()
-            info.permit.used_tokens = generation.num_tokens
-            if self.config.server.log_requests:
-                _log_end(generation, info)
-            if self._tracing is not None:
-                self._tracing.record(generation, info, self.model_names[0])
-            for key in ids:
-                self._live[key].remove(entry)
-                if not self._live[key]:
-                    del self._live[key]
+    def live(self, generation: Generation, response_id: str, info: RequestInfo) -> Live:
+        """A context: while it runs, a generation can be cancelled by either of its ids; afterwards it is closed."""
+        return Live(self._live, generation, response_id, info)
+
+    def _tell_end(self, generation: Generation, info: RequestInfo) -> None:
+        if self.config.server.log_requests:
+            _log_end(generation, info)
+        if self._tracing is not None:
+            self._tracing.record(generation, info, self.model_names[0])
 
     async def cancel(self, key: str, tenant: str) -> bool:
         """Cancel the tenant's generations with this id, here or else at the other gateways; False if there is none."""
-        found = [generation for owner, generation in self._live.get(key, []) if owner == tenant]
+        found = self._live.find(key, tenant)
         for generation in found:
             generation.cancel()
         return bool(found) or await self.client.cancel_alias(key, tenant)
-
-
-class _CountedRefusals:
-    """A context, to be used again and again: counts the refusals that leave it, and has the door guarded."""
-
-    def __init__(self, metrics: GatewayMetrics, limits: Limits) -> None:
-        self._metrics = metrics
-        self._limits = limits
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        if error is None:
-            return
-        if isinstance(error, OverloadedError):
-            self._limits.guard()
-            self._metrics.rejected(error.status)
-        elif isinstance(error, InvalidRequestError):
-            self._metrics.rejected(to_api_error(error).status)
 
 
 def _log_end(generation: Generation, info: RequestInfo) -> None:

@@ -20,7 +20,7 @@ from novainfer.protocol.codec import MAX_TEXT_BYTES
 _ID = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})*", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StreamRecord:
     """One stream. `created` in Unix seconds; `model` is the name that the client used.
 

@@ -33,7 +33,7 @@ _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _CLIENT_GONE_STATUS = 499  # for the metrics only; nobody is there to read it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One request to a handler."""
 

@@ -173,6 +173,14 @@ class EngineClient:
         return next((limits for limits in found if limits is not None), None)
 
     @property
+    def open_limits(self) -> EngineInfo | None:
+        """The same while requests may be submitted (`accepts`), else None."""
+        if self._only is not None:
+            session = self._only.link.session
+            return session.limits if session.accepts(time.monotonic()) else None
+        return self.limits if self.accepts else None
+
+    @property
     def stats(self) -> EngineStats | None:
         """The last figures of the engine where a request would wait least."""
         if self._only is not None:
@@ -244,10 +252,11 @@ class EngineClient:
         stream = RequestStream(request_ids, self.cancel, self._told, self._backlog, self._shorten)
         if not self.accepts:
             raise OverloadedError("The engine is not ready.", retry_after=2.0)
+        now = time.monotonic()
         try:
             for request in requests:
-                replica = self._lender(request) or self._choose(request)
-                replica.link.session.submit([request], stream, time.monotonic())
+                replica = (self._lender(request) if self._claimed else None) or self._choose(request)
+                replica.link.session.submit([request], stream, now)
         except OverloadedError:
             stream.close()
             raise

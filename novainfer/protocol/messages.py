@@ -4,6 +4,9 @@ Gateway -> scheduler: Hello, Heartbeat, AddRequest, CancelRequest, Told, CancelA
 Scheduler -> gateway: EngineInfo, OutputBatch, RequestRejected, EngineStats, AliasCancelled, Claimed, Unlinked.
 They travel as numbered packets (see `link`). Every token carries (epoch, request_id, choice, index): a consumer drops
 older epochs and indexes that it has, and treats a gap as a fault.
+
+Nobody changes a record. Those that are made for each request or step are not frozen: that would take three times as
+long.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class Heartbeat:
     received: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AddRequest:
     """One accepted request, every default resolved; exactly what the gateway's journal holds.
 
@@ -61,11 +64,10 @@ class AddRequest:
 
     def numbered(self, ref: int) -> AddRequest:
         """The same with this number: `replace`, which asks for each field by itself, for what every request needs."""
-        return AddRequest(**dict(zip(_UNNUMBERED, _unnumbered(self), strict=True)), ref=ref)
+        return AddRequest(*(*_unnumbered(self), ref))
 
 
-_UNNUMBERED = tuple(one.name for one in fields(AddRequest) if one.name != "ref")
-_unnumbered = attrgetter(*_UNNUMBERED)
+_unnumbered = attrgetter(*[one.name for one in fields(AddRequest)][:-1])  # `ref` is the last field
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class Logprobs:
     top_logprobs: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenOutput:
     """New tokens of one choice; `index` is the output index of `token_ids[0]`. Terminal if `finish_reason`.
 

@@ -23,9 +23,10 @@ MAX_SEED = 2**63 - 1
 MIN_TEMPERATURE = 1e-3  # below it, logits divided by it leave float32; 0 is greedy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when a choice ends. `temperature == 0` means greedy.
+    """How tokens are chosen and when a choice ends. `temperature == 0` means greedy. Not to be changed once it is made;
+    frozen, it would take three times as long to make, which each request does in three processes.
 
     A resolved request always has a seed; `None` means "draw one when the request is accepted".
     `logprobs` is the number of alternatives to report beside the sampled token (0 = the sampled one alone,
@@ -62,14 +63,19 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def __post_init__(self) -> None:
+        kinds = type(self.banned_token_ids), type(self.stop), type(self.stop_token_ids), type(self.logit_bias)
+        if kinds != _PLAIN_KINDS or self.allowed_token_ids is not None:
+            self._make_plain()
+
+    def _make_plain(self) -> None:
         for name in _LISTS:
             value = getattr(self, name)
             if type(value) is not tuple and not (value is None and name == "allowed_token_ids"):
-                object.__setattr__(self, name, _as_tuple(name, value))
+                setattr(self, name, _as_tuple(name, value))
         if type(self.logit_bias) is not dict:
             if self.logit_bias is not None:
                 raise InvalidRequestError("logit_bias must be a dict of token ids and numbers.", param="logit_bias")
-            object.__setattr__(self, "logit_bias", {})
+            self.logit_bias = {}
 
     @property
     def is_greedy(self) -> bool:
@@ -94,6 +100,7 @@ INT_BOUNDS: dict[str, tuple[int, int]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
+_PLAIN_KINDS = (tuple, tuple, tuple, dict)
 _LISTS = ("allowed_token_ids", "banned_token_ids", "stop", "stop_token_ids")
 _BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
@@ -112,8 +119,9 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
         _check_numbers(values, tuple(map(type, values)))
     except TypeError:  # one has no hash, so it is none
         _check_fields(params)
-    if params.seed is not None:
-        _check_number("seed", params.seed, *INT_BOUNDS["seed"], integral=True)
+    seed = params.seed
+    if seed is not None and not (type(seed) is int and 0 <= seed <= MAX_SEED):  # as nearly all are
+        _check_number("seed", seed, *INT_BOUNDS["seed"], integral=True)
     if params.allowed_token_ids is not None or any(_lists(params)):
         _check_token_ids(params, vocab_size)
         _check_stop_strings(params.stop)
