@@ -334,7 +334,8 @@ async def _describe(generation: Generation, prompt: PromptState, *sinks: Complet
 def _finish(delta: ChoiceDelta) -> str:
     if delta.finish_reason is None:
         return '"finish_reason":null,"stop_reason":null'
-    return f'"finish_reason":"{delta.finish_reason}","stop_reason":{_dumps(delta.stop_reason)}'
+    stop = "null" if delta.stop_reason is None else _dumps(delta.stop_reason)
+    return f'"finish_reason":"{delta.finish_reason}","stop_reason":{stop}'
 
 
 def _dumps(value: Any) -> str:

@@ -6,7 +6,7 @@ it is read, and a stream has to see its client leave.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -72,22 +72,19 @@ class Shortcut:
 
     def __init__(self, app: FastAPI, routes: Sequence[Route], around: Callable[[ASGIApp], ASGIApp]) -> None:
         self._app = app
-        self._endpoints = {
-            (method, one.path): one.app for one in routes for method in one.methods or () if "{" not in one.path
+        self._apps = {
+            (method, one.path): around(one.app) for one in routes for method in one.methods or () if "{" not in one.path
         }
-        self._layers = around(self._endpoint)
 
     @property
     def routes(self) -> Sequence[BaseRoute]:
         """Of the whole application."""
         return self._app.routes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_known = scope["type"] == "http" and (scope["method"], scope["path"]) in self._endpoints
-        await (self._layers if is_known else self._app)(scope, receive, send)
-
-    async def _endpoint(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._endpoints[scope["method"], scope["path"]](scope, receive, send)
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """An application, as of ASGI; no coroutine of its own, which each turn of its task would go through."""
+        app = self._apps.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        return (app or self._app)(scope, receive, send)
 
 
 def create_app(service: GatewayService, keys: KeyRing) -> ASGIApp:

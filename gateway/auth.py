@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -56,19 +56,18 @@ class AuthMiddleware:
         self._app = app
         self._keys = keys
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """An application, as of ASGI; no coroutine of its own, which each turn of its task would go through."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         tenant = self._keys.tenant(scope["headers"])
         if tenant is None:
             error = ApiError(
                 401, "Incorrect or missing API key.", "invalid_api_key", None, {"www-authenticate": "Bearer"}
             )
-            await error.response()(scope, receive, send)
-            return
+            return error.response()(scope, receive, send)
         request_info(scope).tenant = tenant
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 def _offered_key(headers: Headers) -> bytes | None:

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from starlette.types import Receive, Scope
@@ -71,7 +70,8 @@ async def read_json(
 
     `check` is called once the size is known, and may raise: a request that has no chance need not be parsed.
     """
-    headers = dict(scope["headers"])
+    info = request_info(scope)
+    headers = info.fields
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json" and not media_type.endswith(b"+json"):
         raise _unread(415, "Content-Type must be application/json.", "unsupported_media_type")
@@ -80,12 +80,14 @@ async def read_json(
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length[:20]) > max_bytes:
         raise _too_large(max_bytes)
-    info = request_info(scope)
-    try:
-        async with nullcontext() if _is_here(receive) else asyncio.timeout(BODY_SECONDS):
-            body = await _read(receive, max_bytes, budget, info.tenant)
-    except TimeoutError:
-        raise ApiError(408, "The request body came too slowly.", "timeout") from None
+    if _is_here(receive):
+        body = await _read(receive, max_bytes, budget, info.tenant)
+    else:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await _read(receive, max_bytes, budget, info.tenant)
+        except TimeoutError:
+            raise ApiError(408, "The request body came too slowly.", "timeout") from None
     info.body_bytes = len(body)
     check()
     return _parse(body)

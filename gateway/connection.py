@@ -183,8 +183,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_last and self._reads_headers:  # else it stands behind a body
-            super().on_header(name, value)
+        if self._is_last or not self._reads_headers:  # it stands behind a body
+            return
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self._is_last:

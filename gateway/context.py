@@ -10,7 +10,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _KEY = "novainfer"
+_REQUEST_ID = b"x-request-id"
 # A proxy may go by the one and the parser by the other: what follows would be a request to one of them alone.
 _TWO_LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 
@@ -41,6 +42,7 @@ class RequestInfo:
     time_limit: float = math.inf  # seconds from `started`
     permit: Permit = NO_PERMIT  # what it holds
     headers: dict[str, str] = field(default_factory=dict)  # of its answer, whatever that is
+    fields: Mapping[bytes, bytes] = field(default_factory=dict)  # `received`, the last of each name
 
     @property
     def time_left(self) -> float:
@@ -65,7 +67,10 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        info = scope[_KEY] = RequestInfo(request_id_of(scope["headers"]), received=scope["headers"])
+        received = scope["headers"]
+        fields = dict(received)
+        request_id = request_id_of(received if _REQUEST_ID in fields else ())
+        info = scope[_KEY] = RequestInfo(request_id, received=received, fields=fields)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -74,7 +79,7 @@ class ContextMiddleware:
             await send(message)
 
         app = self._app
-        if {name for name, _ in scope["headers"]} >= _TWO_LENGTHS:  # httptools itself refuses it, h11 does not
+        if fields.keys() >= _TWO_LENGTHS:  # httptools itself refuses it, h11 does not
             words = "A request has Content-Length or Transfer-Encoding, not both."
             app = ApiError(400, words, "invalid_http", None, {"connection": "close"}).response()
         try:
@@ -91,7 +96,7 @@ class ContextMiddleware:
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The caller's id where it is sane, else one of ours."""
     for name, value in headers:
-        if name == b"x-request-id" and _SANE_ID.fullmatch(value):
+        if name == _REQUEST_ID and _SANE_ID.fullmatch(value):
             return str(value, "ascii")
     return f"req-{os.urandom(12).hex()}"
 

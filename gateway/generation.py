@@ -6,7 +6,7 @@ Choices are numbered over all prompts: number = prompt * n + choice, the `index`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -86,6 +86,7 @@ class Generation:
         after_prompt: bool,
     ) -> None:
         self.prompts = prompts
+        self.num_prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
         self.engine = engine
         self.after_prompt = after_prompt
         self.client_gone = False
@@ -120,9 +121,9 @@ class Generation:
         self.client_gone = True
         self._stream.close()
 
-    async def wait(self) -> None:
-        """Return once `take` has something, everything has ended, or `wake` was called."""
-        await self._stream.wait()
+    def wait(self) -> Awaitable[None]:
+        """Returns once `take` has something, everything has ended, or `wake` was called."""
+        return self._stream.wait()
 
     async def wait_and_pour(self, sink: Sink) -> None:
         """The same; meanwhile plain tokens go to the sink as they come, without a task that would have to wake up."""
@@ -255,24 +256,28 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Counts so far: sampled ids, whether or not they became text."""
-        prompt = sum(len(p.token_ids) for p in self.prompts)
-        completion = sum(output.num_tokens for output in self.outputs)
+        prompt, completion = self.num_prompt_tokens, self.num_generated
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(p.num_cached_tokens or 0 for p in self.prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum([p.num_cached_tokens or 0 for p in self.prompts])},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
     @property
+    def num_generated(self) -> int:
+        """Tokens of all outputs so far."""
+        return sum([len(output.token_ids) for output in self.outputs])
+
+    @property
     def num_tokens(self) -> int:
         """Of all prompts and outputs so far."""
-        return sum(len(p.token_ids) for p in self.prompts) + sum(output.num_tokens for output in self.outputs)
+        return self.num_prompt_tokens + self.num_generated
 
     def expire(self) -> None:
         """Its time is over: what can still be taken is the error that says so."""
-        count = sum(output.num_tokens for output in self.outputs)
+        count = self.num_generated
         stage = f"its tokens were generated ({count} so far)" if count else "it waited for its first token"
         self._failure = DeadlineError(f"The request's time limit of {self._info.time_limit:g} s passed while {stage}.")
         self._stream.close()
@@ -304,9 +309,9 @@ class Generation:
         """What can be said of it without its text; times in milliseconds since the request came, 0: there was none."""
         self._times.settle(self._plain.values())
         return {
-            "prompt_tokens": sum(len(prompt.token_ids) for prompt in self.prompts),
+            "prompt_tokens": self.num_prompt_tokens,
             "cached_tokens": sum(prompt.num_cached_tokens or 0 for prompt in self.prompts),
-            "generation_tokens": sum(output.num_tokens for output in self.outputs),
+            "generation_tokens": self.num_generated,
             **self._times.figures(),
         }
 
@@ -320,8 +325,8 @@ class Generation:
         metrics.request_ended(
             self._info.tenant,
             self._outcome,
-            prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
-            generation_tokens=sum(output.num_tokens for output in outputs),
+            prompt_tokens=self.num_prompt_tokens,
+            generation_tokens=self.num_generated,
         )
         self._times.ended(outputs)
 

@@ -234,19 +234,21 @@ class Limits:
     def _check_room(self, account: Account, cost: Cost, room: Room) -> None:
         if cost.sequences > room.sequences:
             raise InvalidRequestError(f"{cost.sequences} answers are more than this server can queue.", param="n")
-        most = self._open_part(room.sequences, account.sequences + cost.sequences)
+        most = room.sequences
+        if self._is_shared:
+            most = self._open_part(most, account.sequences + cost.sequences)
         if self.num_sequences + cost.sequences > most:
             raise OverloadedError("The queue is full. Please retry later.", retry_after=room.retry_after)
         tokens = cost.prompt_tokens + cost.output_tokens
-        most = self._open_part(room.queued_tokens, account.queued_tokens + tokens)
+        most = room.queued_tokens
+        if self._is_shared:
+            most = self._open_part(most, account.queued_tokens + tokens)
         # One that is larger than the whole bound must have its chance: it may wait if nothing else does.
         if self.queued_tokens and self.queued_tokens + max(tokens, room.queued_tokens // _LEAST) > most:
             raise OverloadedError("Too many tokens wait. Please retry later.", retry_after=room.retry_after)
 
     def _open_part(self, limit: int, would_hold: int) -> int:
         """What of a limit is open to a tenant that would then hold so much: the rest is for those who hold little."""
-        if not self._is_shared:
-            return limit
         kept = limit // _KEPT_FOR_SMALL
         return limit - kept if would_hold > kept else limit
 

@@ -100,6 +100,9 @@ class GatewayMetrics:
         self._tenant_requests = self._counter("tenant_requests", "Generations of a tenant that have ended.", ["tenant"])
         self._tenant_prompt = self._counter("tenant_prompt_tokens", "Their prompt tokens.", ["tenant"])
         self._tenant_generation = self._counter("tenant_generation_tokens", "Tokens generated for them.", ["tenant"])
+        self._begun_count = self._begun.labels()
+        self._http_counts: dict[tuple[str, str, int], Count] = {}
+        self._tenant_counts: dict[str, tuple[Count, Count, Count]] = {}  # by name
         self.live = Gauge("novainfer_gateway_live_requests", "Generations now live.", registry=self._registry)
         self.journal = Gauge(
             "novainfer_gateway_journal_entries", "Requests (one a prompt) in the journal.", registry=self._registry
@@ -111,7 +114,11 @@ class GatewayMetrics:
 
     def http_counter(self, method: str, handler: str, status: int) -> Count:
         """What counts such answers."""
-        return self._http.labels(method if method in _METHODS else "other", handler, str(status))
+        key = method if method in _METHODS else "other", handler, status
+        count = self._http_counts.get(key)
+        if count is None:
+            count = self._http_counts[key] = self._http.labels(key[0], handler, str(status))
+        return count
 
     def rejected(self, status: int) -> None:
         """Count a generation that was refused for its own fault, for lack of room or by a limit."""
@@ -131,7 +138,7 @@ class GatewayMetrics:
 
     def request_begun(self, max_tokens: int) -> None:
         """Count a generation that goes to an engine."""
-        self._begun.labels().inc()
+        self._begun_count.inc()
         self._max_tokens.observe(max_tokens)
 
     def request_ended(self, tenant: str, outcome: str, *, prompt_tokens: int, generation_tokens: int) -> None:
@@ -139,10 +146,19 @@ class GatewayMetrics:
         self._ended.labels(outcome).inc()
         self._prompt_tokens.observe(prompt_tokens)
         self._generation_tokens.observe(generation_tokens)
+        requests, prompt, generation = self._counts_of(tenant)
+        requests.value += 1
+        prompt.value += prompt_tokens
+        generation.value += generation_tokens
+
+    def _counts_of(self, tenant: str) -> tuple[Count, Count, Count]:
+        """Requests, prompt tokens and generated tokens."""
         name = self._name_of(tenant)
-        self._tenant_requests.labels(name).inc()
-        self._tenant_prompt.labels(name).inc(prompt_tokens)
-        self._tenant_generation.labels(name).inc(generation_tokens)
+        counts = self._tenant_counts.get(name)
+        if counts is None:
+            requests, prompt = self._tenant_requests.labels(name), self._tenant_prompt.labels(name)
+            counts = self._tenant_counts[name] = requests, prompt, self._tenant_generation.labels(name)
+        return counts
 
     def share(self, files: MetricsFiles) -> None:
         """From now on the exposition is that of all gateways that write such files."""

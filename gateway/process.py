@@ -122,6 +122,7 @@ def build_server(
     """The HTTP server around a service; needs a bound socket to serve on."""
     config = uvicorn.Config(
         create_app(service, keys),
+        interface="asgi3",  # uvicorn would look for a coroutine function
         http=_http_protocol(service.config.server.client_stall_timeout, Door(service, keys)),
         loop="auto",
         ws="none",

@@ -7,6 +7,7 @@ of features that do not exist yet are refused by name, because to ignore them wo
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -213,7 +214,7 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
     for name in _NO_OPS & present.keys() & kind.unsupported:
         if _changes_nothing(name, present):
             del present[name]
-    fields = kind.model_fields
+    fields = _fields_of(kind)
     for name in [name for name in present if name not in fields]:
         if name in kind.unsupported or name in UNSUPPORTED or name.startswith(UNSUPPORTED_PREFIX):
             if present[name] is False:  # a feature that is switched off
@@ -234,6 +235,12 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
         where, name = inside
         raise _unknown_field(f"{where}.{_shown(name)}")
     return request, unknown[:_MAX_NAMES]
+
+
+@cache
+def _fields_of(kind: type[BaseModel]) -> frozenset[str]:
+    """Their names: to ask the class itself takes two calls, for each request."""
+    return frozenset(kind.model_fields)
 
 
 def _changes_nothing(name: str, present: dict[str, Any]) -> bool:

@@ -41,11 +41,7 @@ class Call:
     scope: Scope
     receive: Receive
     send: Send
-
-    @property
-    def info(self) -> RequestInfo:
-        """Its id, tenant and start."""
-        return request_info(self.scope)
+    info: RequestInfo  # its id, tenant and start
 
     @property
     def path_params(self) -> Mapping[str, str]:
@@ -74,22 +70,24 @@ class Call:
     def limit_time(self) -> None:
         """Take in the time limit of the server and the header that shortens it. Raises `InvalidRequestError`."""
         asked = self._values_of(_TIMEOUT)
-        limits = [self.service.config.server.request_timeout or math.inf]
+        limit = self.service.config.server.request_timeout or math.inf
         for value in asked:
             if not _SECONDS.fullmatch(value) or float(value) <= 0:
                 text = f"The header {TIMEOUT_HEADER} must be a number of seconds above 0."
                 raise InvalidRequestError(text, param=TIMEOUT_HEADER)
-            limits.append(float(value))
-        self.info.time_limit = min(limits)
+            limit = min(limit, float(value))
+        self.info.time_limit = limit
 
     def wants_receipt(self, request: GenerationRequest) -> bool:
         """Asked for in the body or by a header, which clients can set that know the API's fields alone."""
         asked = self._values_of(_RECEIPT)
-        if not all(value in (b"true", b"false") for value in asked):
+        if any(value not in (b"true", b"false") for value in asked):
             raise InvalidRequestError(f"The header {RECEIPT_HEADER} must be true or false.", param=RECEIPT_HEADER)
         return request.receipt or b"true" in asked
 
     def _values_of(self, header: bytes) -> list[bytes]:
+        if header not in self.info.fields:
+            return []
         return [value for name, value in self.scope["headers"] if name == header]
 
     async def encode(self, job: RenderJob | EncodeJob) -> list[list[int]]:
@@ -148,18 +146,18 @@ class Endpoint:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(self._service, scope, receive, send)
-        call.info.handler = self._path
+        info = request_info(scope)
+        info.handler = self._path
         response: ASGIApp | None
         try:
-            response = await self._handler(call)
+            response = await self._handler(Call(self._service, scope, receive, send, info))
         except ClientGone:
-            call.info.status = _CLIENT_GONE_STATUS
+            info.status = _CLIENT_GONE_STATUS
             return
         except (NovaInferError, ApiError) as error:
-            response = to_api_error(error, call.info.request_id).response()
+            response = to_api_error(error, info.request_id).response()
         if response is not None:
-            await call.respond(response)
+            await response(scope, receive, send)
 
 
 def route(service: GatewayService, method: str, path: str, handler: Handler) -> Route:

@@ -250,8 +250,6 @@ class EngineClient:
         """
         request_ids = [request.request_id for request in requests]
         stream = RequestStream(request_ids, self.cancel, self._told, self._backlog, self._shorten)
-        if not self.accepts:
-            raise OverloadedError("The engine is not ready.", retry_after=2.0)
         now = time.monotonic()
         try:
             for request in requests:

@@ -14,6 +14,8 @@ from novainfer.sampling.stop import StopMatcher
 from novainfer.text.detokenizer import Detokenizer
 from novainfer.text.tokenizer import Tokenizer
 
+_NO_STOP = StopMatcher(())  # is fed nothing
+
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
@@ -74,7 +76,9 @@ class ChoiceOutput:
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, after_prompt=after_prompt
         )
-        self._stop = StopMatcher(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
+        self._stop = _NO_STOP
+        if params.stop:
+            self._stop = StopMatcher(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
         self._text_length = text_offset
 
     @property
@@ -122,7 +126,9 @@ class ChoiceOutput:
                 return self._end(delta, FINISH_STOP, self._stop.matched, here=True)
         if output.finish_reason is None:
             return delta
-        delta.text += self._match(self._detokenizer.flush()) + self._stop.flush()
+        rest = self._detokenizer.flush()
+        if rest or self._params.stop:
+            delta.text += self._match(rest) + self._stop.flush()
         delta.error = output.error
         if self._stop.matched is not None:  # the flush itself completed a stop string
             return self._end(delta, FINISH_STOP, self._stop.matched, here=False)

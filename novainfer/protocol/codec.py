@@ -143,9 +143,9 @@ def record_decoder(record: type) -> Decoder:
     kinds = [_wire_kind(hints[name]) for name in names]
     scalars = [hints[name] if hints[name] in _SCALARS else _Never for name in names]
     mixed = [i for i, kind in enumerate(kinds) if kind is _Never]
-    # Of a list or map that is empty there is nothing to decode, whatever it holds.
+    # Of a list or map that is empty there is nothing to decode, whatever it holds; nor of what may be None, and is.
     inner = [
-        (i, decoders[i], get_origin(hints[name]) in (list, dict))
+        (i, decoders[i], get_origin(hints[name]) in (list, dict), kinds[i] is _Never)
         for i, name in enumerate(names)
         if hints[name] not in _SCALARS
     ]
@@ -162,9 +162,10 @@ def record_decoder(record: type) -> Decoder:
                 found[i] = _Never
         if found == kinds:
             values = wire.copy()
-            for i, decoder, may_skip in inner:
-                if values[i] or not may_skip:
-                    values[i] = decoder(values[i])
+            for i, decoder, may_be_empty, may_be_none in inner:
+                value = values[i]
+                if value or not (may_be_none if value is None else may_be_empty):
+                    values[i] = decoder(value)
         else:  # a shorter record ends the zip early
             values = [
                 value if type(value) is plain else decoder(value)

@@ -25,7 +25,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._pieces = tokenizer.pieces
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._utf8 = _Utf8Decoder("replace")
+        self._utf8: codecs.IncrementalDecoder | None = None  # where a token was not whole characters
         self._whole_text = tokenizer.whole_text
         self._needs_context = not self._pieces.byte_level  # what a token adds depends on those before it
         self._byte_run = bytearray()
@@ -43,7 +43,9 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest, at the end: characters cut short become replacement characters."""
-        return self._utf8.decode(b"", final=True) if self._pieces.byte_level else self._end_byte_run()
+        if not self._pieces.byte_level:
+            return self._end_byte_run()
+        return "" if self._utf8 is None else self._utf8.decode(b"", final=True)
 
     def feed_token(self, token_id: int) -> str:
         """The text that this token finishes."""
@@ -65,6 +67,8 @@ class Detokenizer:
         return self._end_byte_run() + self._cut(self._spell(token))
 
     def _feed_bytes(self, token_id: int) -> str:
+        if self._utf8 is None:
+            self._utf8 = _Utf8Decoder("replace")
         text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
         self._needs_context = bool(self._utf8.getstate()[0])  # a part of a character is left
         return text

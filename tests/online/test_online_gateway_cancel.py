@@ -196,7 +196,7 @@ def test_given_random_disconnects_and_cancels_when_all_have_left_then_nothing_is
 def wait_for_half_a_prompt(pair: Pair) -> None:
     """Block until the gateway has log-probabilities of the prompt of the request 'half'."""
     live = pair.gateway.service._live
-    pair.scheduler.wait_for(lambda: any(generation.prompts[0].logprobs for _, generation in live.get("half", [])))
+    pair.scheduler.wait_for(lambda: any(generation.prompts[0].logprobs for generation in live.find("half", "")))
 
 
 @pytest.mark.parametrize("stream", [False, True])
