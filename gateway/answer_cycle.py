@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from uvicorn._types import ASGI3Application, ASGISendEvent
+from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 _NOT_IN_NAMES = re.compile(rb"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
@@ -24,6 +24,7 @@ class AnswerCycle(RequestResponseCycle):
 
     _head = b""  # until it has gone
     _is_counted = True  # the body has the length that was announced
+    _is_read = False  # its request's body was given out to its end
 
     async def run_asgi(self, app: ASGI3Application) -> None:
         """To the end of the answer, or of the connection."""
@@ -46,6 +47,17 @@ class AnswerCycle(RequestResponseCycle):
         if self._head and not self.disconnected:
             self._write(b"")
         self.transport.close()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        """See ASGI. A body that is here to its end when it is first asked for needs no waiting."""
+        is_over = self.disconnected or self.response_complete
+        if self.more_body or self._is_read or self.waiting_for_100_continue or is_over:
+            return await super().receive()
+        self._is_read = True
+        self.flow.resume_reading()
+        self.message_event.clear()  # what comes next is that the client leaves, or the answer's end
+        body, self.body = bytes(self.body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(self, message: ASGISendEvent) -> None:
         """See ASGI. What a client that has gone does not hear is no error."""

@@ -215,6 +215,7 @@ class _Answer(ABC, Generic[Logprobs]):
         self._generation = generation
         self._record = record
         self._wants_prompts = request.prompt_logprobs is not None
+        self._is_plain = not (record.logprobs or self._wants_prompts or record.token_ids)  # tells texts, as most do
         self._logprobs: list[Logprobs] = [logprobs() for _ in generation.outputs] if record.logprobs else []
 
     def describe(self, delta: ChoiceDelta) -> None:
@@ -224,15 +225,17 @@ class _Answer(ABC, Generic[Logprobs]):
 
     async def write(self, wholes: list[ChoiceDelta], receipts: Receipts | None) -> Written:
         """The answer's JSON, once every choice has ended."""
+        if self._is_plain and len(wholes) == 1 and receipts is None:  # written with what stands around it
+            choice = await self._choice(wholes[0])
+            whole = Envelope.of(self._record, self.kind).wrap([choice], usage=self._generation.usage())
+            return Written([to_json(whole)])
         choices = await self._choices(wholes)
         more = {"usage": self._generation.usage(), **await self._more()}
         if receipts is not None:
             more |= await receipts.fields()
         return write_object(Envelope.of(self._record, self.kind).wrap(choices, **more))
 
-    async def _choices(self, wholes: list[ChoiceDelta]) -> list[dict[str, Any]] | Written:
-        if len(wholes) == 1 and not (self._logprobs or self._wants_prompts or self._record.token_ids):
-            return [await self._choice(wholes[0])]  # as most are: written with what stands around it
+    async def _choices(self, wholes: list[ChoiceDelta]) -> Written:
         slices = Slices()
         choices = Written(["["])
         for whole in wholes:
@@ -290,6 +293,9 @@ class CompletionAnswer(_Answer[CompletionLogprobs]):
 
     async def _choice(self, whole: ChoiceDelta) -> dict[str, Any]:
         prompt = self._generation.prompt_of(whole.choice)
+        if self._is_plain:
+            text = prompt.echo + whole.text
+            return {"index": whole.choice, "text": text, "logprobs": None, **self._end(whole)}
         if prompt.request_id not in self._prompts:
             self._prompts[prompt.request_id] = await self._prompt(prompt)
         echo, fields = self._prompts[prompt.request_id]

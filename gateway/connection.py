@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import httptools
 from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.answer_cycle import AnswerCycle
@@ -230,13 +231,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._start_asgi_task(self.cycle, self.app)
 
     def on_body(self, body: bytes) -> None:
-        if not self._is_last:
-            super().on_body(body)
+        cycle = self.cycle
+        if self._is_last or cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         if not self._is_last:
-            super().on_message_complete()
             self.cycle.more_body = False  # also when it was answered before its end
+            if not self.cycle.response_complete:
+                self.cycle.message_event.set()
             self._start_unstarted()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -72,11 +72,11 @@ class ContextMiddleware:
         request_id = request_id_of(received if _REQUEST_ID in fields else ())
         info = scope[_KEY] = RequestInfo(request_id, received=received, fields=fields)
 
-        async def send_with_headers(message: Message) -> None:
+        def send_with_headers(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 info.status = message["status"]
                 message["headers"] = [*message["headers"], *answer_headers(info)]
-            await send(message)
+            return send(message)
 
         app = self._app
         if fields.keys() >= _TWO_LENGTHS:  # httptools itself refuses it, h11 does not

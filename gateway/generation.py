@@ -200,7 +200,7 @@ class Generation:
         """
         self._check()
         for item in self._stream.take_ready():
-            for part in _parts(item):
+            for part in _parts(item) if _is_long(item) else (item,):
                 delta = self._fresh(part)
                 if delta is not None:
                     yield delta
@@ -364,6 +364,10 @@ class Generation:
         if output.ended_here:
             self._stream.cancel(item.request_id, item.choice)
         return delta
+
+
+def _is_long(item: TokenOutput | PromptLogprobs) -> bool:
+    return isinstance(item, TokenOutput) and (bool(item.logprobs) or len(item.token_ids) > SLICE_ENTRIES)
 
 
 def _parts(item: TokenOutput | PromptLogprobs) -> Iterator[TokenOutput | PromptLogprobs]:

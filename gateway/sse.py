@@ -113,14 +113,15 @@ class SseResponse:
         """Run to the end. Raises what went wrong only while nothing was sent."""
         self._generation.watch(receive)
         self._writer = BodyWriter.of(receive)
+        transport = _transport(receive)
         if self._writer is not None:
             self._writer.on_stop(self._generation.dam)
         data = b""
         try:
-            async with self._watched(receive):
+            async with self._watched(transport):
                 while not self._generation.finished:
                     data = await self._send_some(send)
-                await self._send_last(send, data + await self._wait_for_last(send), _transport(receive))
+                await self._send_last(send, data + await self._wait_for_last(send), transport)
         except (ClientGone, TimeoutError, OSError):
             self._generation.client_gone = True
         except Exception as error:
@@ -130,14 +131,14 @@ class SseResponse:
                 log.exception("a stream failed")
                 error = EngineError("The server failed during this stream.")
             with contextlib.suppress(TimeoutError, OSError):
-                async with self._watched(receive):
+                async with self._watched(transport):
                     await self._send(send, event(to_api_error(error).body), more=False)
         finally:
             if self._writer is not None:
                 self._writer.on_stop(None)
 
-    def _watched(self, receive: Receive) -> Watch:
-        told_at, unsent = self._generation.told_at, partial(_unsent, receive)
+    def _watched(self, transport: asyncio.WriteTransport | None) -> Watch:
+        told_at, unsent = self._generation.told_at, partial(_unsent, transport)
         self._watch = Watch(KEEP_ALIVE_SECONDS, self._stall_seconds, self._wake, told_at, unsent)
         return self._watch
 
@@ -225,7 +226,6 @@ def _transport(receive: Receive) -> asyncio.WriteTransport | None:
     return transport
 
 
-def _unsent(receive: Receive) -> int:
+def _unsent(transport: asyncio.WriteTransport | None) -> int:
     """Bytes that wait for room in the kernel, which the client makes by reading."""
-    transport = _transport(receive)
     return 0 if transport is None else transport.get_write_buffer_size()

@@ -7,7 +7,7 @@ function of the ids fed, so a resumed request rebuilds it by feeding what was em
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from novainfer.text.tokenizer import Tokenizer
 
@@ -32,8 +32,12 @@ class Detokenizer:
         self._first = not after_prompt
         self._strip_left = 0 if after_prompt else self._pieces.strip[1]
 
-    def feed(self, token_ids: Iterable[int]) -> str:
+    def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens finish."""
+        if not self._needs_context and self._skipped.isdisjoint(token_ids):
+            texts = [*map(self._whole_text, token_ids)]
+            if None not in texts:
+                return "".join(texts)  # type: ignore[arg-type]
         return "".join([self.feed_token(token_id) for token_id in token_ids])
 
     @property

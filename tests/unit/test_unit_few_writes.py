@@ -244,3 +244,34 @@ def test_given_an_object_with_written_parts_when_written_then_it_is_the_same_jso
     expected = {name: json.loads("".join(v)) if isinstance(v, Written) else v for name, v in fields.items()}
     text = "".join(write_object(fields))
     assert text == json.dumps(expected, ensure_ascii=False, separators=(",", ":"))
+
+
+def test_given_a_whole_body_when_read_then_it_comes_at_once_and_then_only_that_the_client_leaves() -> None:
+    async def main() -> None:
+        cycle = held(Writes())
+        cycle.body, cycle.more_body = bytearray(b"{}"), False
+        cycle.message_event.set()
+        first = cycle.receive()
+        with pytest.raises(StopIteration) as read:
+            first.send(None)
+        assert read.value.value == {"type": "http.request", "body": b"{}", "more_body": False}
+        second = asyncio.ensure_future(cycle.receive())
+        await settle()
+        assert not second.done()
+        cycle.disconnected = True
+        cycle.message_event.set()
+        assert (await second)["type"] == "http.disconnect"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("state", ["disconnected", "response_complete"])
+def test_given_a_request_that_is_over_when_its_body_is_read_then_there_is_none(state: str) -> None:
+    async def main() -> None:
+        cycle = held(Writes())
+        cycle.body, cycle.more_body = bytearray(b"{}"), False
+        setattr(cycle, state, True)
+        cycle.message_event.set()
+        assert (await cycle.receive())["type"] == "http.disconnect"
+
+    asyncio.run(main())

@@ -166,7 +166,7 @@ def test_given_a_body_that_stalls_when_read_then_408(monkeypatch: pytest.MonkeyP
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    scope = {"headers": [(b"content-type", b"application/json")], "novainfer": RequestInfo("r")}
+    scope = {"novainfer": RequestInfo("r", fields={b"content-type": b"application/json"})}
     with pytest.raises(ApiError) as caught:
         asyncio.run(read_json(scope, receive, max_bytes=10, budget=ByteBudget(10, is_shared=False)))
     assert caught.value.status == 408
