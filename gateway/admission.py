@@ -105,7 +105,7 @@ class Live:
             self._timer.cancel()
         generation, by_name = self._generation, self._all.by_name
         generation.close()
-        self._info.permit.used_tokens = generation.num_tokens
+        self._info.permit.use(generation.num_tokens)
         self._all.ended(generation, self._info)
         for name in self._names:
             known = by_name[name]

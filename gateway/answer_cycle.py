@@ -24,7 +24,7 @@ class AnswerCycle(RequestResponseCycle):
 
     _head = b""  # until it has gone
     _is_counted = True  # the body has the length that was announced
-    _is_read = False  # its request's body was given out to its end
+    _is_read = False  # its request's body was given out, all at once
 
     async def run_asgi(self, app: ASGI3Application) -> None:
         """To the end of the answer, or of the connection."""
@@ -41,12 +41,13 @@ class AnswerCycle(RequestResponseCycle):
             self.on_response = _nothing  # it knows the connection, and that one us
 
     async def _break_off(self) -> None:
-        if not self.response_started:
+        if self._head:  # nothing has gone yet: what failed can still be told
+            self._head, self.response_started, self._is_counted = b"", False, True
+            self.chunked_encoding, self.expected_content_length = None, 0
+        if self.response_started:
+            self.transport.close()
+        else:
             await self.send_500_response()
-            return
-        if self._head and not self.disconnected:
-            self._write(b"")
-        self.transport.close()
 
     async def receive(self) -> ASGIReceiveEvent:
         """See ASGI. A body that is here to its end when it is first asked for needs no waiting."""
@@ -75,12 +76,12 @@ class AnswerCycle(RequestResponseCycle):
             self._go_on(fields.get("body", b""), fields.get("more_body", False))
 
     def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.response_started = True
-        self.waiting_for_100_continue = False
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         names, values = zip(*headers, strict=True) if headers else ((), ())
         if _NOT_IN_NAMES.search(b"".join(names)) or _NOT_IN_VALUES.search(b"".join(values)):
             raise RuntimeError("Invalid HTTP header.")
+        self.response_started = True
+        self.waiting_for_100_continue = False
         if b"content-length" in names:
             self.chunked_encoding = False
             self.expected_content_length = int(values[names.index(b"content-length")])

@@ -65,9 +65,15 @@ class Permit:
 
     def begin(self) -> None:
         """One of the prompts has got its first token; with the last one the request waits no more."""
-        self._waiting -= 1
-        if self._waiting == 0 and self._limits is not None:
-            self._limits._leave_queue(self)
+        if self._limits is not None:
+            self._waiting -= 1
+            if self._waiting == 0:
+                self._limits._leave_queue(self)
+
+    def use(self, num_tokens: int) -> None:
+        """Prompt and output had so many tokens in the end."""
+        if self._limits is not None:
+            self.used_tokens = num_tokens
 
     @property
     def is_queued(self) -> bool:
@@ -100,7 +106,7 @@ class Account:
         self.bucket = TokenBucket(quota.tokens_per_minute, clock) if quota.tokens_per_minute else None
 
 
-NO_PERMIT = Permit.none()  # which nothing can be done to
+NO_PERMIT = Permit.none()  # of all that hold nothing: what it is told changes nothing
 
 
 class Limits:

@@ -220,7 +220,7 @@ struct RoundedPanel : IntegerPanel<IntegerColumns<8>> {  // fp32 holds every sum
 
 // Without bf16 products, integers of 16 bits are multiplied twice as fast as fp32 numbers. Their step is a power of two, 2^-14 of the
 // largest number of a group or less, so that a bf16 number enters as it is unless it is below 1/128 of that one; then it is rounded to
-// a step. A group has no more than 512 columns: its sum is below 2^31.
+// a step (but see wide_rows.h). A group has no more than 512 columns: its sum is below 2^31.
 #if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
 #define NOVA_WIDE_ROWS
 template <int bits>

@@ -7,6 +7,7 @@
 
 #include "quantized.h"
 #include "tiled_linear.h"
+#include "wide_rows.h"
 
 namespace {
 
@@ -241,24 +242,6 @@ INLINE bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<Roun
     return true;
 }
 
-#endif
-
-// Whether the layer was computed here, with rows of 16 bits: enough for bf16.
-template <class T>
-INLINE bool wide_quantized(const QuantizedArguments&, const T*, long, void*, long, long) { return false; }
-#if defined(NOVA_WIDE_ROWS)
-template <int bits>
-void wide_quantized(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
-    static thread_local Scratch scratch;
-    const auto rows = round_rows<WidePanel<bits>>(x, x_stride, m, args.layer.k, args.group, scratch, threads);
-    vector_rounded<Bf16>(args, rows, y, m, threads);
-}
-INLINE bool wide_quantized(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
-    if (args.row_bits != 16) return false;
-    const auto multiply = args.bits == 8 ? wide_quantized<8> : wide_quantized<4>;
-    multiply(args, x, x_stride, y, m, threads);
-    return true;
-}
 #endif
 
 // y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.

@@ -137,7 +137,7 @@ class Replica:
         return True
 
     def _publish_and_go_on(self, engine: EngineCore, outputs: StepOutputs) -> None:
-        """The next plan goes first, except before a first token or an end."""
+        """The next plan goes first, except before a first token, an end, or tokens with more to tell."""
         is_urgent = outputs.plain.begun or outputs.others
         try:
             if not is_urgent:  # a gateway that hears of many tokens takes the processor, and leaves cold caches behind

@@ -16,9 +16,10 @@ class HeldBlocks:
 
     def apply(self, plan: StepPlan) -> None:
         """Follow the index: what leaves it with this plan may be overwritten by it."""
+        entered = plan.indexed_blocks()  # first: it may raise
         for block in plan.unindexed:
             self._entries.pop(block, None)
-        for entry in plan.indexed_blocks():
+        for entry in entered:
             self._entries.pop(entry.block, None)
             self._entries[entry.block] = entry
 

@@ -87,9 +87,9 @@ class StepPlan:
     def indexed_blocks(self) -> list[IndexedBlock]:
         """Those that entered the index, in order. Raises `ProtocolError` if what is said of them is not for each."""
         count, parents, ids = len(self.indexed), self.indexed_parents, self.indexed_ids
-        if len(parents) != count * KEY_BYTES or (len(ids) % count if count else ids):
-            raise ProtocolError(f"step {self.step}: {len(parents)} bytes and {len(ids)} ids for {count} indexed blocks")
         size = len(ids) // count if count else 0
+        if len(parents) != count * KEY_BYTES or len(ids) != count * size or (count and not size):
+            raise ProtocolError(f"step {self.step}: {len(parents)} bytes and {len(ids)} ids for {count} indexed blocks")
         return [
             IndexedBlock(block, parents[i * KEY_BYTES : (i + 1) * KEY_BYTES], ids[i * size : (i + 1) * size])
             for i, block in enumerate(self.indexed)

@@ -39,7 +39,7 @@ def members_alone(
     growing = cohort.starting_blocks(step)
     if growing and not placement.grow_together(growing, batch):
         return None
-    for name, count in cohort.advance(batch, growing[:0], step).items():
+    for name, count in cohort.advance(batch, [], step).items():
         shares.charge(name, 2 * count)
     return batch
 

@@ -181,6 +181,15 @@ def test_given_tables_that_grow_together_when_their_blocks_were_indexed_then_nob
     assert manager.attach_prefix(table(), column([1, 2, 3, 4, 5, 6])) == 2
 
 
+def entered(changes: IndexChanges, size: int) -> dict[int, tuple[bytes, list[int]]]:
+    """By block: the key of what stands before it, and its ids."""
+    parents, ids = changes.parents, changes.token_ids.tolist()
+    return {
+        block: (parents[32 * i : 32 * i + 32], ids[size * i : size * i + size])
+        for i, block in enumerate(changes.indexed)
+    }
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_given_tables_of_all_kinds_when_indexed_together_then_it_is_as_if_one_after_the_other(
@@ -205,6 +214,10 @@ def test_given_tables_of_all_kinds_when_indexed_together_then_it_is_as_if_one_af
         managers[1].index_blocks(new, ids, len(ids))
     assert [(t.num_indexed, t.keys) for t in tables[0]] == [(t.num_indexed, t.keys) for t in tables[1]]
     assert set(managers[0].index._by_key) == set(managers[1].index._by_key)
+    told = [entered(manager.index.take_changes(), size=2) for manager in managers]
+    assert sorted(told[0].values()) == sorted(told[1].values())  # of the same content another block may have come first
+    for block, (parent, ids) in told[0].items():
+        assert managers[0].index._by_block[block].key == chain_key(parent, column(ids))
     assert sorted(managers[0].index._by_key) == sorted(entry.key for entry in managers[0].index._by_block.values())
     for tokens in contents:
         hits = [manager.attach_prefix(table("t"), column([*tokens, 2])) for manager in managers]

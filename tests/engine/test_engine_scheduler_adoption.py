@@ -159,7 +159,13 @@ def plan_with(step: int, **fields: Any) -> StepPlan:
 
 def test_given_a_plan_when_what_it_says_of_indexed_blocks_is_not_for_each_then_it_is_refused() -> None:
     key = root_key()
-    for indexed, parents, ids in (([1], b"", [5]), ([1, 2], key * 2, [5, 6, 7]), ([], key, []), ([], b"", [5])):
+    for indexed, parents, ids in (
+        ([1], b"", [5]),
+        ([1], key, []),
+        ([1, 2], key * 2, [5, 6, 7]),
+        ([], key, []),
+        ([], b"", [5]),
+    ):
         bad = plan_with(1, indexed=column(indexed), indexed_parents=parents, indexed_ids=column(ids))
         with pytest.raises(ProtocolError, match="indexed blocks"):
             bad.indexed_blocks()

@@ -52,20 +52,42 @@ def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(i
                 assert same_bits(linear(x[:rows]), exact[:rows].to(dtype)), (scheme, n, k, rows)
 
 
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
-def test_rows_whose_numbers_are_far_apart_when_multiplied_then_what_is_lost_is_far_below_an_outputs_rounding(
-    isa: str, dtype: torch.dtype
+def test_rows_whose_numbers_are_far_apart_when_multiplied_then_what_is_lost_is_below_an_outputs_rounding(
+    isa: str, dtype: torch.dtype, scheme: WeightScheme
 ) -> None:
-    """An outlier a thousand times as large as the rest of its group, and rows of many magnitudes."""
+    """Outliers of many sizes, of small and of large rows; their weights may be zero, so that the rest alone counts."""
     torch.manual_seed(0)
-    x = torch.randn(64, 512) * torch.logspace(-3, 0, 64).unsqueeze(1)
-    x[:, 77] *= 1000.0
-    x, weight = x.to(dtype), torch.randn(48, 512).to(dtype)
-    backend = CpuBackend(isa)
-    expected = x.double() @ weights_of(backend, weight, INT8).double().T
-    error = (backend.pack_linear(weight, None, INT8)(x, torch.float32) - expected).norm(dim=1)
-    assert (error < 0.2 * TOLERANCE[dtype] * expected.norm(dim=1)).all()
+    sizes = torch.tensor([1.0, 10, 30, 100, 300, 1e3, 3e3, 1e4])
+    x = torch.randn(64, 512) * torch.tensor([1.0, 1e-3]).repeat(32).unsqueeze(1)
+    x[:, 77] = x[:, 77].sign() * sizes.repeat_interleave(8) * x.abs().mean(dim=1)
+    for weight_of_outlier in (0.0, 1.0):
+        weight = torch.randn(48, 512)
+        weight[:, 77] *= weight_of_outlier
+        given, linear = x.to(dtype), CpuBackend(isa).pack_linear(weight.to(dtype), None, scheme)
+        expected = given.double() @ weights_of(CpuBackend(isa), weight.to(dtype), scheme).double().T
+        exact = linear(given, torch.float32)
+        error = (exact - expected).norm(dim=1)
+        assert (error < 0.3 * max(TOLERANCE[dtype], 1e-6) * expected.norm(dim=1)).all()
+        for row in (0, 7, 40, 63):
+            assert same_bits(linear(given[row : row + 1], torch.float32)[0], exact[row])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_with_and_without_outliers_when_multiplied_then_bias_and_every_type_of_result_as_alone(isa: str) -> None:
+    torch.manual_seed(1)
+    x, weight, bias = torch.randn(21, 300), torch.randn(37, 300).bfloat16(), torch.randn(37)
+    x[::4, 13] = 1e4
+    linear = CpuBackend(isa).pack_linear(weight, bias, INT8)
+    assert isinstance(linear, QuantizedLinear)
+    rows = x.bfloat16()
+    whole, exact, rounded = linear(rows), linear(rows, torch.float32), linear.in_float32(rows)
+    assert same_bits(exact.bfloat16(), whole)
+    assert same_bits(rounded, whole.float())
+    for row in range(21):
+        assert same_bits(linear(rows[row : row + 1])[0], whole[row])
 
 
 @pytest.mark.parametrize("isa", WIDE_ROWS)

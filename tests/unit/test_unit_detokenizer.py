@@ -43,6 +43,26 @@ def ids_near_the_words(kind: str) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(st.integers(0, size + 2), st.integers(size - 11, size - 1)), max_size=24)
 
 
+def special_ids(kind: str) -> st.SearchStrategy[list[int]]:
+    """Some beside plain ones."""
+    tokenizer = tokenizer_of(kind)
+    plain, special = st.integers(0, tokenizer.vocab_size - 1), st.sampled_from(sorted(tokenizer.special_ids) or [0])
+    return st.lists(st.one_of(plain, special), max_size=6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
+@given(data=st.data())
+def test_given_random_ids_when_fed_in_runs_then_as_one_by_one(kind: str, data: st.DataObject) -> None:
+    tokenizer = tokenizer_of(kind)
+    runs = data.draw(st.lists(st.one_of(ids_near_the_words(kind), special_ids(kind)), max_size=6))
+    skip = data.draw(st.booleans())
+    together, apart = (Detokenizer(tokenizer, skip_special_tokens=skip) for _ in range(2))
+    for run in runs:
+        assert together.feed(run) == "".join([apart.feed_token(token_id) for token_id in run])
+    assert together.flush() == apart.flush()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(data=st.data())

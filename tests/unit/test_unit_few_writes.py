@@ -92,13 +92,21 @@ async def says_nothing(scope: Any, receive: Any, send: Any) -> None:
     """One without an answer."""
 
 
-@pytest.mark.parametrize("app", [begins, ends_early])
-def test_given_an_answer_that_ends_behind_its_head_when_closed_then_the_head_has_gone(app: Any) -> None:
+async def sends_a_bad_header(scope: Any, receive: Any, send: Any) -> None:
+    """One whose header would be two."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b\r\nc: d")]})
+
+
+@pytest.mark.parametrize("app", [begins, ends_early, sends_a_bad_header])
+def test_given_an_answer_that_ends_behind_its_head_when_nothing_has_gone_then_the_client_hears_of_it(app: Any) -> None:
     async def main() -> None:
         pipe = Writes()
-        await held(pipe).run_asgi(app)
+        cycle = held(pipe)
+        await cycle.run_asgi(app)
         assert pipe.is_closed
-        assert pipe.data.startswith(b"HTTP/1.1 200")
+        assert pipe.data.startswith(b"HTTP/1.1 500")
+        assert b"200" not in pipe.data
+        assert cycle.response_complete
 
     asyncio.run(main())
 
@@ -147,13 +155,14 @@ def test_given_a_body_of_unknown_length_when_sent_then_its_end_can_be_seen(
 @pytest.mark.parametrize(
     "header", [(b"a\r\nb", b"c"), (b"a b", b"c"), (b"a", b"b\r\nc: d"), (b"a", b"b\nc"), (b"a", b"\0")]
 )
-def test_given_a_header_that_would_be_two_when_sent_then_the_answer_is_another(header: tuple[bytes, bytes]) -> None:
+def test_given_a_header_that_would_be_two_when_sent_then_that_is_an_error(header: tuple[bytes, bytes]) -> None:
     async def main() -> None:
         pipe = Writes()
         cycle = held(pipe)
         with pytest.raises(RuntimeError, match="header"):
             await cycle.send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y"), header]})
         assert not pipe.data
+        assert not cycle.response_started
 
     asyncio.run(main())
 

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.unit
 
 
 class Talk:
-    """One gateway with one stream of four tokens, and what is said to it and to the ranks, in order."""
+    """One gateway with a stream of five tokens and, if asked for, one of two. What it and the ranks hear, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_short: bool = False) -> None:
         self.said: list[str] = []
         self.gone = False
         group = OracleGroup(vocab_size=50, block_size=16, num_blocks=8)
@@ -32,8 +32,11 @@ class Talk:
         group.submit = submits  # type: ignore[method-assign]
         self.replica = make_replica(group, self._hear, 1.0, 0.0)
         self.replica.turn(0.0)
-        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, seed=1)
-        for number, message in enumerate((Hello("g"), AddRequest("r", [1, 2, 3], params, ref=7))):
+        long, short = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, seed=1) for n in (5, 2)]
+        messages = [Hello("g"), AddRequest("r", [1, 2, 3], long, ref=7)]
+        if has_short:
+            messages.append(AddRequest("s", [4, 5], short, ref=8))
+        for number, message in enumerate(messages):
             self.replica.handle(b"g", Packet(1, number, message), 0.0)
 
     def _hear(self, identity: bytes, packet: Packet) -> bool:
@@ -60,6 +63,14 @@ def test_given_results_when_applied_then_the_next_plan_goes_before_tokens_but_af
     ]
 
 
+def test_given_a_stream_that_ends_when_another_goes_on_then_the_end_is_told_before_the_next_plan() -> None:
+    talk = Talk(has_short=True)
+    while "end" not in talk.said:
+        talk.replica.turn(0.0)
+    end = talk.said.index("end")
+    assert talk.said[end - 2 : end + 2] == ["plan 3", "token 1", "end", "plan 4"]
+
+
 def test_given_ranks_that_are_gone_when_the_next_plan_cannot_be_sent_then_the_tokens_are_told_all_the_same() -> None:
     talk = Talk()
     while "token 0" not in talk.said:
@@ -67,5 +78,5 @@ def test_given_ranks_that_are_gone_when_the_next_plan_cannot_be_sent_then_the_to
     talk.said.clear()
     talk.gone = True
     talk.replica.turn(0.0)
-    assert "token 1" in talk.said or "token 2" in talk.said
+    assert talk.said == ["token 2"]
     assert not any(words.startswith("plan") for words in talk.said)
