@@ -90,7 +90,7 @@ class AnswerCycle(RequestResponseCycle):
         elif self.scope["method"] != "HEAD" and status not in _WITHOUT_BODY:
             self.chunked_encoding = True
             lines += b"transfer-encoding: chunked\r\n"
-        if b"connection" in names and b"close" in values[names.index(b"connection")].lower():
+        if (b"connection", b"close") in headers:
             self.keep_alive = False
         elif not self.keep_alive:
             lines += b"connection: close\r\n"

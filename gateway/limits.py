@@ -42,7 +42,7 @@ class Room:
 
 
 class Permit:
-    """The right to hold what a `Cost` says. Release it exactly once; a context manager does."""
+    """The right to hold what a `Cost` says. Release it in the end."""
 
     def __init__(self, limits: Limits | None, account: Account, cost: Cost) -> None:
         self._limits = limits
@@ -85,12 +85,6 @@ class Permit:
         limits, self._limits = self._limits, None
         if limits is not None:
             limits._give_back(self)
-
-    def __enter__(self) -> Permit:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
 
 
 class Account:

@@ -129,10 +129,6 @@ class Call:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    async def respond(self, response: ASGIApp) -> None:
-        """Send a whole answer."""
-        await response(self.scope, self.receive, self.send)
-
 
 Handler = Callable[[Call], Awaitable[ASGIApp | None]]
 
