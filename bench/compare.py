@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import cases, comparison, gate, report, roofline
+from bench import cases, comparison, gate, ray_start, report, roofline
 from bench.comparison import PeerRound
 from bench.foreign import Foreign, ForeignCpu
 from bench.make_checkpoint import SHAPES, make_checkpoint
@@ -32,6 +32,7 @@ RATES = (
     cases.Figure("memory read by all threads", "GB/s", is_higher_better=True),
     cases.Figure("bf16 products of all threads", "GFLOP/s", is_higher_better=True),
 )
+RAY_START = cases.Figure("Ray's own start", "s")  # beside which ready is to be read
 CASE_NAMES = (*(case.name for case in cases.cases(1000, 0)), "chat")
 
 
@@ -109,7 +110,8 @@ def measure_limit(number: int, decoder: roofline.Decoder) -> PeerRound:
     """What the machine would allow now, as if it were a server's figures."""
     machine = roofline.measure()
     rates = {RATES[0].key: machine.bytes_per_second / 1e9, RATES[1].key: machine.flops_per_second / 1e9}
-    return PeerRound(comparison.LIMIT, number, roofline.limits(decoder, machine) | rates)
+    start = {RAY_START.key: ray_start.seconds()}
+    return PeerRound(comparison.LIMIT, number, roofline.limits(decoder, machine) | rates | start)
 
 
 def compare(peers: Sequence[Peer], plan: Plan, limit: Callable[[int], PeerRound]) -> list[PeerRound]:
@@ -135,7 +137,7 @@ def compare(peers: Sequence[Peer], plan: Plan, limit: Callable[[int], PeerRound]
 def figures(vocab_size: int) -> list[cases.Figure]:
     """All that are taken, in the table's order."""
     of_cases = [figure for case in cases.cases(vocab_size, 0) for figure, _ in case.figures]
-    return [*of_cases, cases.CHAT, cases.READY, cases.MEMORY, *RATES]
+    return [*of_cases, cases.CHAT, cases.READY, cases.MEMORY, *RATES, RAY_START]
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
 """What gateway and scheduler cost: `python -m bench.control_plane` runs a server whose ranks compute nothing.
 
 CPU time of each process over the tokens that clients got, one event a token; answers of one token; the time to the
-first token when idle; the scheduler's step with many requests waiting (in this process). Ends by itself.
+first token when idle, and the executor's part of it (`bench.executor_trip`). Ends by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from bench import report
+from bench import executor_trip, report
 from bench.http_stream import Target
 from bench.overload import usage
 from bench.raw_load import RawJob, RawSeen, run_raw
@@ -29,6 +29,7 @@ CASES: dict[str, tuple[int, int, int, bool]] = {  # streams, tokens in, tokens o
     "one_token_64": (64, 32, 1, False),
     "idle_first_token": (1, 32, 1, True),
 }
+IDLE = "idle_first_token"
 
 
 def measure(job: RawJob, pool: ProcessPoolExecutor) -> dict[str, Any]:
@@ -74,6 +75,8 @@ def main() -> None:
                 seconds = arguments.seconds if number else 1.0
                 job = RawJob(running.base_url, model, streams, num_input, num_output, seconds, is_streamed)
                 result = measure(job, pool)
+                if number and name == IDLE:
+                    result["executor_ms_p50"] = 1000 * executor_trip.median_seconds(num_input)
                 if number:  # the first round warms up
                     rounds.setdefault(name, []).append(result)
                     print(time.strftime("%H:%M:%S"), name, _words(result), flush=True)
@@ -82,9 +85,11 @@ def main() -> None:
 
 def _words(result: dict[str, Any]) -> str:
     cpu = ", ".join(f"{name} {value:.1f}" for name, value in result["cpu_us_per_token"].items() if value >= 0.05)
+    trip = result.get("executor_ms_p50")
     return (
         f"{result['tokens_per_second']:.0f} tok/s, {result['requests_per_second']:.0f} req/s, "
-        f"{result['events_per_token']:.3f} events/token, first {result['first_ms_p50']:.2f} ms; us/token: {cpu}"
+        f"{result['events_per_token']:.3f} events/token, first {result['first_ms_p50']:.2f} ms"
+        f"{'' if trip is None else f' ({trip:.2f} of it the executor alone)'}; us/token: {cpu}"
     )
 
 

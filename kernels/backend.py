@@ -10,6 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -87,6 +88,9 @@ class SamplingTensors:
     seed: Tensor  # [B] int64, the two's complement bits of a uint64
     choice: Tensor  # [B] int32
     index: Tensor  # [B] int64: index of the token in the output, 0 = first sampled
+
+
+MakeSampling = Callable[[], SamplingTensors]  # those of a step, for who wants them
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +316,17 @@ class KernelBackend(Protocol):
         """weight [N, K], bias [N] or None -> a callable; the caller may release the weight afterwards.
 
         With a scheme the weight is quantised. Raises ValueError if the backend cannot multiply by such weights.
+        """
+        ...
+
+    def pack_head(self, weight: Tensor | Deferred, scheme: WeightScheme | None = None) -> Linear:
+        """`pack_linear` of a vocabulary projection, from whose rows tokens are picked."""
+        ...
+
+    def pick(self, head: Linear, x: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
+        """`choose` from the logits that head.in_float32(x) would be, x [B, K], without computing most of them.
+
+        head: a result of `pack_head`. None where that is not possible, or saves nothing.
         """
         ...
 

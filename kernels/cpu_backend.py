@@ -19,6 +19,7 @@ from kernels.backend import (
     DecodeInputs,
     IntArray,
     Linear,
+    MakeSampling,
     PersistentRows,
     SamplingTensors,
 )
@@ -29,6 +30,7 @@ from kernels.linear.cpu import PackedLinear
 from kernels.linear.quantized import QuantizedLinear
 from kernels.linear.reference import DequantizedLinear, TorchLinear, dequantize, quantize, widened
 from kernels.linear.schemes import IntegerWeight, WeightScheme
+from kernels.linear.screened import ScreenedLinear, can_screen
 from kernels.memory import lazy_zeros
 from kernels.native.build import NativeBuildError
 from kernels.native.library import DTYPES, NativeLibrary, load_library
@@ -204,6 +206,16 @@ class CpuBackend:
         if scheme is None:
             return PackedLinear(self._library, weight, bias)
         return QuantizedLinear.quantizing(self._library, weight, bias, scheme)
+
+    def pack_head(self, weight: Tensor | Deferred, scheme: WeightScheme | None = None) -> Linear:
+        """With rougher weights beside its own, if it is large."""
+        if scheme is None and self._library is not None and weight.dtype in DTYPES and can_screen(weight):
+            return ScreenedLinear(self._library, weight)
+        return self.pack_linear(weight, None, scheme)
+
+    def pick(self, head: Linear, x: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
+        """From few logits, mostly."""
+        return head.pick(x, params()) if isinstance(head, ScreenedLinear) else None
 
     def pack_integers(
         self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype

@@ -17,6 +17,7 @@ from kernels.backend import (
     DecodeInputs,
     IntArray,
     Linear,
+    MakeSampling,
     PersistentRows,
     SamplingTensors,
 )
@@ -147,6 +148,14 @@ class ReferenceBackend:
         if scheme is not None:
             return DequantizedLinear(ReferenceLinear, dequantize(*quantize(made(weight), scheme), scheme), bias, scheme)
         return ReferenceLinear(made(weight), bias)
+
+    def pack_head(self, weight: Tensor | Deferred, scheme: WeightScheme | None = None) -> Linear:
+        """Like any other."""
+        return self.pack_linear(weight, None, scheme)
+
+    def pick(self, head: Linear, x: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
+        """Never: there is no such kernel."""
+        return None
 
     def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Keeps the weights in fp32."""

@@ -22,6 +22,7 @@ from kernels.backend import (
     DecodeInputs,
     IntArray,
     Linear,
+    MakeSampling,
     PersistentRows,
     SamplingTensors,
 )
@@ -228,6 +229,14 @@ class TritonBackend:
         if scheme is None and not self._exact:
             return TorchLinear(made(weight), bias)
         return TritonLinear.of(made(weight), bias, scheme)
+
+    def pack_head(self, weight: Tensor | Deferred, scheme: WeightScheme | None = None) -> Linear:
+        """Like any other."""
+        return self.pack_linear(weight, None, scheme)
+
+    def pick(self, head: Linear, x: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
+        """Never: there is no such kernel."""
+        return None
 
     def pack_integers(self, weight: IntegerWeight, bias: Tensor | None, dtype: torch.dtype) -> TritonLinear | None:
         """Ours, in groups of at least 16 columns."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -181,8 +182,11 @@ class ModelRunner:
         """Sample on rank 0 and append the tokens to the rows of all ranks."""
         if not len(step.sampling):
             return None
-        logits = self._model.logits(hidden[sample_hidden])
-        return self._sample_logits(logits, step.sample_rows, step.sample_ahead)
+        rows, ahead, chosen = step.sample_rows, step.sample_ahead, hidden[sample_hidden]
+        picked = self._sampler.pick(partial(self._model.pick, chosen), chosen.device, rows, self.states, ahead)
+        if picked is not None:
+            return self._append(picked, picked.token_ids, rows, ahead)
+        return self._sample_logits(self._model.logits(chosen), rows, ahead)
 
     def _sample_logits(self, logits: Tensor, rows: IntArray, ahead: IntArray | None = None) -> Sampled | None:
         """Logits [S, V] float32 of places of `rows` [S], changed in place; ahead: see `StepRows.sample_ahead`."""
@@ -191,6 +195,12 @@ class ModelRunner:
         if self._tp.rank == 0:
             sampled = self._sampler.sample(logits, rows, self.states, ahead)
             token_ids = sampled.token_ids
+        return self._append(sampled, token_ids, rows, ahead)
+
+    def _append(
+        self, sampled: Sampled | None, token_ids: Tensor, rows: IntArray, ahead: IntArray | None
+    ) -> Sampled | None:
+        """Append what rank 0 has sampled, token_ids [S] there, to the rows of all ranks."""
         if ahead is not None:
             return self._sample_with_drafts(sampled, token_ids, rows, ahead)
         token_ids = self._tp.broadcast(token_ids)

@@ -9,6 +9,7 @@ straight to the kernel.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.backend import KernelBackend
+from kernels.backend import KernelBackend, MakeSampling
 from workers.logprobs import LogprobTensors, gather_logprobs
 from workers.request_states import RequestStates
 from workers.row_sampling import IntArray, TokenRules, to_device
@@ -50,12 +51,27 @@ class Sampled:
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
 
+# What `CausalLM.pick` is of a step's hidden states.
+Pick = Callable[[MakeSampling], tuple[Tensor, Tensor] | None]
+
 
 class Sampler:
     """Stateless: all it knows of a row stands in `RequestStates`."""
 
     def __init__(self, kernels: KernelBackend) -> None:
         self._kernels = kernels
+
+    def pick(
+        self, pick: Pick, device: torch.device, rows: IntArray, states: RequestStates, ahead: IntArray | None = None
+    ) -> Sampled | None:
+        """What `sample` makes of the logits of these rows, without them; None where it needs them."""
+        chosen = states.sampling.select(rows)
+        if not chosen.is_plain or len(chosen.logprob_positions):
+            return None
+        picked = pick(lambda: chosen.at(states.output_len(rows, ahead), device))
+        if picked is None:
+            return None
+        return Sampled(rows, *picked, chosen.logprob_positions, NO_ROWS, None)
 
     def sample(self, logits: Tensor, rows: IntArray, states: RequestStates, ahead: IntArray | None = None) -> Sampled:
         """Sample the next token of `rows` [S > 0] from logits [S, V] float32, which are changed in place.

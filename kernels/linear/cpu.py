@@ -14,7 +14,7 @@ from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contig
 from kernels.weights import ALIGNMENT, Deferred, made
 
 _HEAD = ALIGNMENT  # bytes before a packed weight: whether it is coded
-_ROUNDED = 3  # float32 that holds what the weight's dtype would; see native/linear.h
+ROUNDED = 3  # float32 that holds what the weight's dtype would; see native/linear.h
 
 
 class LinearArguments(ctypes.Structure):
@@ -62,7 +62,7 @@ class NativeLinear:
         """Keep the kernel's arguments, made of a layer's, for every type of result."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
         numbers = (self._packed.data_ptr() + self._head, bias, self.out_features, self.in_features, DTYPES[self.dtype])
-        for code in (DTYPES[self.dtype], DTYPES[torch.float32], _ROUNDED):
+        for code in (DTYPES[self.dtype], DTYPES[torch.float32], ROUNDED):
             self._structs[code] = make(LinearArguments(*numbers, code))
             self._addresses[code] = ctypes.addressof(self._structs[code])
 
@@ -71,9 +71,13 @@ class NativeLinear:
         """The kernel's, for an output in the weight's dtype; they live as long as this object."""
         return self._structs[DTYPES[self.dtype]]
 
+    def arguments_for(self, out_code: int) -> ctypes.Structure:
+        """The same for another output: float32, or `ROUNDED`."""
+        return self._structs[out_code]
+
     def in_float32(self, x: Tensor) -> Tensor:
         """The same numbers in float32."""
-        return self._run(x, _ROUNDED, torch.float32)
+        return self._run(x, ROUNDED, torch.float32)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] in the weight's dtype -> [M, N] in out_dtype, float32 or by default x's dtype."""
@@ -82,11 +86,14 @@ class NativeLinear:
             raise ValueError(f"out_dtype must be {self.dtype} or torch.float32, got {dtype}")
         return self._run(x, DTYPES[dtype], dtype)
 
-    def _run(self, x: Tensor, out_code: int, dtype: torch.dtype) -> Tensor:
+    def checked(self, x: Tensor) -> Tensor:
+        """x as kernels read it. Raises ValueError if it is not [M, K] in the weight's dtype."""
         if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype is not self.dtype:
             raise ValueError(f"x must be [*, {self.in_features}] in {self.dtype}, got {list(x.shape)} in {x.dtype}")
-        if x.stride(1) != 1:
-            x = x.contiguous()
+        return x if x.stride(1) == 1 else x.contiguous()
+
+    def _run(self, x: Tensor, out_code: int, dtype: torch.dtype) -> Tensor:
+        x = self.checked(x)
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=dtype)
         self._function(

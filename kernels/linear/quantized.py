@@ -38,6 +38,7 @@ class Layout:
     full_range: bool = False  # -128 is among the integers of eight bits
     half_scales: bool = False  # scales in fp16, else bf16
     row_bits: int = 0  # activations are rounded to integers of 8 bits, or bf16 ones may be to 16; 0: neither
+    is_measured: bool = False  # `QuantizedLinear.squares` lie behind both
 
     def packed_bytes(self, rows: int, columns: int) -> int:
         """Scales and integers together; rows are padded to panels, columns to steps of the kernel."""
@@ -45,9 +46,17 @@ class Layout:
         groups = -(-columns // self.group)
         return -(-rows // LANES) * (groups * LANES * _SCALE_BYTES + steps * _CHUNK_BYTES)
 
+    def square_bytes(self, rows: int) -> int:
+        """What lies behind them."""
+        return 2 * rows * torch.float32.itemsize if self.is_measured else 0
+
 
 class QuantizedLinear(NativeLinear):
-    """x [M, K] -> x @ weight.T + bias [M, N] over weights that are integers times scales."""
+    """x [M, K] -> x @ weight.T + bias [M, N] over weights that are integers times scales.
+
+    squares [2, N] float32, if they were asked for: each output's sums, of the squares of what rounding has taken away
+    from its weights, and of its weights.
+    """
 
     def __init__(
         self,
@@ -56,35 +65,49 @@ class QuantizedLinear(NativeLinear):
         dtype: torch.dtype,
         bias: Tensor | None,
         layout: Layout,
-        pack: Callable[[int], object],
+        pack: Callable[[int, int | None], object],
     ) -> None:
-        """A weight [N, K] = shape under activations of dtype. pack fills it, given the address of its arguments."""
+        """A weight [N, K] = shape under activations of dtype.
+
+        pack fills it, given the addresses of its arguments and, if they are wanted, of the squares.
+        """
         numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales, layout.row_bits)
+        num_bytes = layout.packed_bytes(*shape)
 
         def fill(packed: Tensor) -> None:
             layer = LinearArguments(packed.data_ptr(), 0, *shape, DTYPES[dtype], DTYPES[dtype])
             arguments = QuantizedArguments(layer, *numbers)
-            pack(ctypes.addressof(arguments))
+            pack(ctypes.addressof(arguments), packed.data_ptr() + num_bytes if layout.is_measured else None)
 
-        packed = library.weight_memory.filled((layout.packed_bytes(*shape),), torch.uint8, fill)
+        packed = library.weight_memory.filled((num_bytes + layout.square_bytes(shape[0]),), torch.uint8, fill)
         super().__init__(library.quantized_linear, shape, dtype, packed, bias)
+        self.squares = packed[num_bytes:].view(torch.float32).view(2, -1) if layout.is_measured else None
         self._pass(lambda layer: QuantizedArguments(layer, *numbers))
 
     @classmethod
     def quantizing(
-        cls, library: NativeLibrary, weight: Tensor | Deferred, bias: Tensor | None, scheme: WeightScheme
+        cls,
+        library: NativeLibrary,
+        weight: Tensor | Deferred,
+        bias: Tensor | None,
+        scheme: WeightScheme,
+        *,
+        is_measured: bool = False,
     ) -> QuantizedLinear:
-        """What `scheme` makes of weight [N, K] in bf16, fp16 or fp32 (a view will do); bias [N] in any of them."""
+        """What `scheme` makes of weight [N, K] in bf16, fp16 or fp32 (a view will do); bias [N] in any of them.
+
+        is_measured: with squares.
+        """
         check_linear(weight, bias)
         check_dtype("weight", weight, *DTYPES)
         n, k = weight.shape
         if scheme.rounds_rows and (scheme.bits != 8 or scheme.group % LANES):
             raise ValueError(f"rows cannot be rounded to {scheme.bits} bits in groups of {scheme.group}")
-        layout = Layout(scheme.bits, scheme.group, row_bits=_row_bits(scheme))
+        layout = Layout(scheme.bits, scheme.group, row_bits=_row_bits(scheme), is_measured=is_measured)
 
-        def pack(arguments: int) -> None:
+        def pack(arguments: int, squares: int | None) -> None:
             rows = last_dim_contiguous(made(weight).detach())
-            library.quantize(arguments, rows.data_ptr(), rows.stride(0), torch.get_num_threads())
+            library.quantize(arguments, rows.data_ptr(), rows.stride(0), squares, torch.get_num_threads())
 
         return cls(library, (n, k), weight.dtype, bias, layout, pack)
 
@@ -105,7 +128,7 @@ class QuantizedLinear(NativeLinear):
         bits = 4 if lowest >= -8 and highest <= 7 else 8
         layout = Layout(bits, weight.group, lowest == -128, scales.dtype is torch.float16)
 
-        def pack(arguments: int) -> None:
+        def pack(arguments: int, _: int | None) -> None:
             library.pack_integers(arguments, integers.data_ptr(), scales.data_ptr(), torch.get_num_threads())
 
         return cls(library, (n, k), dtype, bias, layout, pack)

@@ -25,6 +25,7 @@ constexpr long kNumCodes = 16;
 struct CodedIndex {
     const char* packed;
     long pairs, chunks;
+    long first = 0;  // pairs that are left out before the others
 
     CodedIndex(const void* at, long n, long k)
         : packed((const char*)at), pairs(ceil_div(n, 2 * kLanes)), chunks(k / (2 * kCodedSteps)) {}
@@ -33,7 +34,7 @@ struct CodedIndex {
     long head_bytes() const { return round_up(kNumCodes + words() * (long)sizeof(uint64_t), kLineBytes); }
     long bytes() const { return round_up((pairs + 1) * (long)sizeof(int64_t), kLineBytes); }
 
-    int64_t* starts() const { return (int64_t*)packed; }
+    int64_t* starts() const { return (int64_t*)packed + first; }
     long end(long pair) const { return starts()[pair + 1]; }
     INLINE const char* stream(long pair) const {
         __builtin_prefetch(starts() + pair + kLineBytes / sizeof(int64_t));
@@ -352,10 +353,10 @@ struct CodedTile {
     }
 };
 
-// As `vector_linear`, of weights in codes.
-void coded_linear(const LinearArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
+// As `vector_linear`, of weights in codes: all those of the index.
+void coded_linear(const LinearArguments& args, const CodedIndex& index, const Bf16* x, long x_stride, void* y, long m, long threads) {
     for_each_tile<CodedX, 1>(x, x_stride, m, args.k, 2, threads, [&](const Operands<CodedX>& operands) {
-        const CodedTile tile{args, operands, {args, y, operands.first}, {args.packed, args.n, args.k}};
+        const CodedTile tile{args, operands, {args, y, operands.first}, index};
         parallel_shares(tile.index.pairs, (double)operands.rows * args.n * args.k, threads, [&](Shares& shares) {
             for (long pair; (pair = shares.take()) >= 0;) {
                 const long after = shares.after(pair);
@@ -370,6 +371,6 @@ void coded_linear(const LinearArguments& args, const Bf16* x, long x_stride, voi
 template <class T>
 long code_linear(const T*, void*, long, long, long, long) { return 0; }
 template <class T>
-INLINE void coded_linear(const LinearArguments&, const T*, long, void*, long, long) {}
+INLINE void coded_linear(const LinearArguments&, const CodedIndex&, const T*, long, void*, long, long) {}
 
 }  // namespace

@@ -5,8 +5,7 @@
 #include "prompt_lookup.h"
 #include "quantize.h"
 #include "rowwise.h"
-#include "sampling.h"
-#include "tiled_quantized.h"
+#include "screen.h"
 
 #define JOIN(a, b, c) a##b##_##c
 #define EXPAND(a, b, c) JOIN(a, b, c)
@@ -44,8 +43,8 @@ EXPORT(linear)(const LinearArguments* args, const void* x, int64_t x_stride, voi
     return 0;
 }
 
-EXPORT(quantize)(const QuantizedArguments* args, const void* weight, int64_t row_stride, int64_t threads) {
-    BY_DTYPE(args->layer.dtype, quantize(*args, (const T*)weight, row_stride, threads));
+EXPORT(quantize)(const QuantizedArguments* args, const void* weight, int64_t row_stride, float* squares, int64_t threads) {
+    BY_DTYPE(args->layer.dtype, quantize(*args, (const T*)weight, row_stride, squares, threads));
     return 0;
 }
 
@@ -94,4 +93,9 @@ EXPORT(find_drafts)(const LookupArguments* args, int64_t threads) {
 EXPORT(sample)(const SampleArguments* args, int64_t threads) {
     sample(*args, threads);
     return 0;
+}
+
+// Returns whether the tokens are there; else all logits have to be computed.
+EXPORT(screen)(const ScreenArguments* args, const SampleArguments* rows, const void* x, int64_t x_stride, int64_t threads) {
+    BY_DTYPE(args->layer.dtype, return screen(*args, *rows, (const T*)x, x_stride, threads));
 }

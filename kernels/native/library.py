@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack_linear": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "code_linear": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
-    "quantize": (_POINTER, _POINTER, _INTEGER, _INTEGER),
+    "quantize": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER),
     "pack_integers": (_POINTER, _POINTER, _POINTER, _INTEGER),
     "quantized_linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
     "store_kv": (_POINTER, _INTEGER),
@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rotary": (_POINTER, _INTEGER),
     "act_mul": (_POINTER, _INTEGER),
     "sample": (_POINTER, _INTEGER),
+    "screen": (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER),
     "run_program": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
     "find_drafts": (_POINTER, _INTEGER),
 }
@@ -63,6 +64,7 @@ class NativeLibrary:
         self.rotary = self._function("rotary")
         self.act_mul = self._function("act_mul")
         self.sample = self._function("sample")
+        self.screen = self._function("screen")
         self.run_program = self._function("run_program")
         self.find_drafts = self._function("find_drafts")
 

@@ -68,9 +68,20 @@ struct Quantizer<4> {
     }
 };
 
+// What is added up of 16 outputs: the squares of what rounding takes away from their weights, and those of the weights.
+struct Squares {
+    Vec lost = zero(), weights = zero();
+
+    // To [2][n], the outputs from `first` on.
+    void store_to(float* squares, long first, long n) const {
+        store_some(squares + first, lost, n - first);
+        store_some(squares + n + first, weights, n - first);
+    }
+};
+
 // One group of one panel: w [count][16] to its scales, and to integers in the chunks that lie chunk_stride apart.
 template <class Format>
-void quantize_group(const float* w, long count, Bf16* scales, uint8_t* chunks, long chunk_stride) {
+void quantize_group(const float* w, long count, Bf16* scales, uint8_t* chunks, long chunk_stride, Squares& squares) {
     using Rule = Quantizer<Format::kBits>;
     const Vec largest = largest_weight(w, count), usable = absolute(largest) - splat(kSmallestNumber);
     const Vec scale = round_bf16(select_positive(usable, Rule::scale(w, count, largest), zero()));
@@ -78,8 +89,11 @@ void quantize_group(const float* w, long count, Bf16* scales, uint8_t* chunks, l
     const Vec divisor = select_positive(usable, scale, splat(1.0f));
     for (long k = 0; k < count; k++) {
         float integers[kLanes];
-        const Vec value = select_positive(usable, load(w + k * kLanes), zero());
-        store(integers, clamp(round_integer(value / divisor), Rule::kLow, Rule::kHigh));
+        const Vec weight = load(w + k * kLanes), value = select_positive(usable, weight, zero());
+        const Vec integer = clamp(round_integer(value / divisor), Rule::kLow, Rule::kHigh), lost = weight - integer * scale;
+        store(integers, integer);
+        squares.lost = fma(lost, lost, squares.lost);
+        squares.weights = fma(weight, weight, squares.weights);
         uint8_t* chunk = chunks + k / Format::kPack * chunk_stride;
         for (int column = 0; column < kLanes; column++) Format::put(chunk, column, k % Format::kPack, (int)integers[column]);
     }
@@ -97,9 +111,9 @@ void transpose_group(const T* weight, long n, long row_stride, long first, long 
     }
 }
 
-// weight [n, k], rows row_stride elements apart -> args.layer.packed.
+// weight [n, k], rows row_stride elements apart -> args.layer.packed; squares [2][n], of what is lost and of the weights, or null.
 template <class T, class Format>
-void quantize(const QuantizedArguments& args, const T* weight, long row_stride, long threads) {
+void quantize(const QuantizedArguments& args, const T* weight, long row_stride, float* squares, long threads) {
     const Records<Format> records(args);
     const double work = kCandidateWork * (Format::kBits == 4 ? kCandidates : 1) * args.layer.n * args.layer.k;
     parallel_for(records.panels, work, threads, [&](long panel) {
@@ -108,25 +122,27 @@ void quantize(const QuantizedArguments& args, const T* weight, long row_stride, 
         uint8_t* scales = (uint8_t*)args.layer.packed + records.scales_at(panel);
         uint8_t* chunks = (uint8_t*)args.layer.packed + records.chunks_at(panel);
         const long step = records.step_bytes(panel);
+        Squares sums;
         for (long group = 0; group < records.groups; group++) {
             const long count = records.count(group);
             for (long i = 0; i < records.steps(group); i++) memset(chunks + i * step, 0, kChunkBytes);
             transpose_group(weight, args.layer.n, row_stride, panel * kLanes, group * records.group, count, columns);
-            quantize_group<Format>(columns, count, (Bf16*)scales, chunks, step);
+            quantize_group<Format>(columns, count, (Bf16*)scales, chunks, step, sums);
             scales += records.record_bytes(panel);
             chunks += records.record_bytes(panel);
         }
+        if (squares != nullptr) sums.store_to(squares, panel * kLanes, args.layer.n);
     });
 }
 
 template <class T>
-void quantize(const QuantizedArguments& args, const T* weight, long row_stride, long threads) {
+void quantize(const QuantizedArguments& args, const T* weight, long row_stride, float* squares, long threads) {
     if (args.row_bits == 8) {
-        quantize<T, RoundedPanel>(args, weight, row_stride, threads);
+        quantize<T, RoundedPanel>(args, weight, row_stride, squares, threads);
     } else if (args.bits == 8) {
-        quantize<T, typename IntegerFormats<T>::Bits8>(args, weight, row_stride, threads);
+        quantize<T, typename IntegerFormats<T>::Bits8>(args, weight, row_stride, squares, threads);
     } else {
-        quantize<T, typename IntegerFormats<T>::Bits4>(args, weight, row_stride, threads);
+        quantize<T, typename IntegerFormats<T>::Bits4>(args, weight, row_stride, squares, threads);
     }
 }
 

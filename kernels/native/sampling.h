@@ -168,9 +168,7 @@ struct RowSampler {
             if (max_lanes(highest) < needed) continue;
             make_noise(first, bits);
             for (long i = 0; i < kNoiseGroup; i += kLanes) {
-                // -log(-log1p(-u)) <= -log u, so only u < exp(x - best) can win: two logarithms are spared to nearly all ids.
-                const Vec limit = exp(load(x + first + i) - splat(best)) * splat(1.001f);
-                if (any_less(uniforms(bits + i), limit)) consider(first + i, bits + i, best, best_id);
+                if (may_win(bits + i, load(x + first + i), best)) consider(first + i, bits + i, best, best_id);
             }
         }
         return best_id;
@@ -194,6 +192,12 @@ struct RowSampler {
 
     void make_noise(long first, uint32_t (&bits)[kNoiseGroup]) const {
         philox((uint32_t)(first / 4), (uint32_t)args.index[row], (uint32_t)args.choice[row], (uint64_t)args.seed[row], bits);
+    }
+
+    // Whether one of 16 ids may reach `best` with its noise. -log(-log1p(-u)) <= -log u, so only u < exp(x - best) can: two logarithms
+    // are spared to nearly all.
+    static INLINE bool may_win(const uint32_t* bits, const Vec& x, float best) {
+        return any_less(uniforms(bits), exp(x - splat(best)) * splat(1.001f));
     }
 
     static INLINE Vec uniforms(const uint32_t* bits) {

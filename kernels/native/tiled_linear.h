@@ -358,8 +358,23 @@ INLINE bool tiled_linear(const LinearArguments& args, const Bf16* x, long x_stri
 // y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
 template <class T>
 void linear(const LinearArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
-    if (args.is_coded) return coded_linear(args, x, x_stride, y, m, threads);
+    if (args.is_coded) return coded_linear(args, {args.packed, args.n, args.k}, x, x_stride, y, m, threads);
     if (!tiled_linear(args, x, x_stride, y, m, threads)) vector_linear(args, x, x_stride, y, m, threads);
+}
+
+// The same of one pair of panels, whole columns of a layer without a bias: y [m, 32].
+template <class T>
+void linear_pair(const LinearArguments& args, long pair, const T* x, long x_stride, void* y, long m) {
+    LinearArguments one = args;
+    one.n = 2 * kLanes;
+    if (args.is_coded) {
+        CodedIndex index(args.packed, args.n, args.k);
+        index.first = pair;
+        index.pairs = 1;
+        return coded_linear(one, index, x, x_stride, y, m, 1);
+    }
+    one.packed = (const T*)args.packed + pair * one.n * round_up(args.k, FormatOf<T>::type::kPack);
+    linear(one, x, x_stride, y, m, 1);
 }
 
 }  // namespace

@@ -22,13 +22,16 @@ class SampleArguments(ctypes.Structure):
     ]
 
 
-def sample(library: NativeLibrary, logits: Tensor, params: SamplingTensors, is_bad: Tensor | None = None) -> Tensor:
-    """logits [B, V] float32 -> [B] int64 token ids; is_bad [B] bool is written: see `KernelBackend.choose`."""
-    check_sampling(logits, params)
-    rows, vocab_size = logits.shape
-    out = torch.empty(rows, dtype=torch.int64)
-    arguments = SampleArguments(
-        logits.data_ptr(),
+def sample_arguments(
+    params: SamplingTensors,
+    out: Tensor,
+    is_bad: Tensor | None,
+    vocab_size: int,
+    logits: Tensor | None = None,
+) -> SampleArguments:
+    """The kernel's, for rows of `params`; the tensors have to live as long."""
+    return SampleArguments(
+        0 if logits is None else logits.data_ptr(),
         params.temperature.data_ptr(),
         params.top_p.data_ptr(),
         params.min_p.data_ptr(),
@@ -38,9 +41,16 @@ def sample(library: NativeLibrary, logits: Tensor, params: SamplingTensors, is_b
         params.index.data_ptr(),
         out.data_ptr(),
         0 if is_bad is None else is_bad.data_ptr(),
-        rows,
+        len(out),
         vocab_size,
-        logits.stride(0),
+        0 if logits is None else logits.stride(0),
     )
+
+
+def sample(library: NativeLibrary, logits: Tensor, params: SamplingTensors, is_bad: Tensor | None = None) -> Tensor:
+    """logits [B, V] float32 -> [B] int64 token ids; is_bad [B] bool is written: see `KernelBackend.choose`."""
+    check_sampling(logits, params)
+    out = torch.empty(len(logits), dtype=torch.int64)
+    arguments = sample_arguments(params, out, is_bad, logits.shape[1], logits)
     library.sample(ctypes.addressof(arguments), torch.get_num_threads())
     return out

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import Linear
+from kernels.backend import KernelBackend, Linear, MakeSampling
 from kernels.weights import Deferred
 from workers.layers.build import LayerBuilder
 from workers.tensor_parallel import TensorParallel
@@ -44,10 +44,16 @@ class VocabEmbedding:
 class VocabProjection:
     """Hidden states to logits over the whole vocabulary."""
 
-    def __init__(self, linear: Linear, tp: TensorParallel, vocab_size: int) -> None:
+    def __init__(self, kernels: KernelBackend, linear: Linear, tp: TensorParallel, vocab_size: int) -> None:
+        """linear: made by `KernelBackend.pack_head`."""
+        self._kernels = kernels
         self._linear = linear  # [hidden] -> [rows_per_rank]
         self._tp = tp
         self._vocab_size = vocab_size
+
+    def pick(self, hidden: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
+        """`KernelBackend.pick`; None also where a rank has but a part of the vocabulary."""
+        return self._kernels.pick(self._linear, hidden, params) if self._tp.world_size == 1 else None
 
     def in_float32(self, hidden: Tensor) -> Tensor:
         """The same numbers, contiguous, in float32."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.backend import AttentionMetadata
+from kernels.backend import AttentionMetadata, MakeSampling
 from workers.models.spec import ModelSpec
 
 KvCaches = list[tuple[Tensor, Tensor]]  # per layer (key_cache, value_cache), as the kernel backend allocated them
@@ -62,4 +62,11 @@ class CausalLM(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] float32, after scaling and soft cap; all of it on every rank."""
+        ...
+
+    def pick(self, hidden: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
+        """hidden [R, hidden] -> what `KernelBackend.choose` would make of their logits, without computing them all.
+
+        None where that is not possible, or saves nothing.
+        """
         ...

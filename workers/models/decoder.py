@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from kernels.backend import Program
+from kernels.backend import MakeSampling, Program
 from kernels.linear.schemes import head_scheme
 from kernels.weights import Deferred
 from workers.layers.attention import Attention, HeadShard
@@ -80,10 +80,19 @@ class Decoder:
             self._recorded = (kv_caches, program)
         return program
 
+    def pick(self, hidden: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
+        """See `CausalLM`."""
+        return self._head.pick(hidden, params) if self._has_plain_logits else None
+
+    @property
+    def _has_plain_logits(self) -> bool:
+        """Whether they are what the projection yields."""
+        return self.spec.logits_divisor == 1.0 and self.spec.logits_soft_cap is None
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] float32."""
         spec = self.spec
-        if spec.logits_divisor == 1.0 and spec.logits_soft_cap is None:
+        if self._has_plain_logits:
             return self._head.in_float32(hidden)
         logits = self._head(hidden)
         if spec.logits_divisor != 1.0:
@@ -169,7 +178,8 @@ def _load_head(build: LayerBuilder, spec: DecoderSpec, embedding_rows: Tensor) -
         if build.kernels.weight_memory is None:  # what is not packed may be shared
             stored = rows.make()
             rows = embedding_rows if torch.equal(stored, embedding_rows) else stored
-    return VocabProjection(build.kernels.pack_linear(rows, None, head_scheme(build.scheme)), build.tp, spec.vocab_size)
+    linear = build.kernels.pack_head(rows, head_scheme(build.scheme))
+    return VocabProjection(build.kernels, linear, build.tp, spec.vocab_size)
 
 
 def _next_input(norm: RmsNorm | None, residual: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.backend import AttentionParams, KernelBackend
+from kernels.backend import AttentionParams, KernelBackend, MakeSampling
 from kernels.backend import Linear as PackedWeight
 from kernels.linear.schemes import SCHEMES, WeightScheme, head_scheme
 from novainfer.config import ModelConfig
@@ -156,6 +156,10 @@ class TransformersModel:
         """hidden [R, hidden] -> [R, vocab_size] float32."""
         logits: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0)).logits
         return logits[0].float()
+
+    def pick(self, hidden: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
+        """Never: only the model itself knows what it does to its logits."""
+        return None
 
 
 def decoder_forward(decoder: Any, input_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:

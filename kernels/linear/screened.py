@@ -1,0 +1,84 @@
+"""A vocabulary projection that computes few of its logits, where the largest alone matter; see native/screen.h."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from kernels.backend import SamplingTensors
+from kernels.linear.cpu import ROUNDED, LinearArguments, PackedLinear
+from kernels.linear.quantized import QuantizedArguments, QuantizedLinear
+from kernels.linear.schemes import INT8
+from kernels.native.library import DTYPES, LANES, NativeLibrary
+from kernels.sampling.cpu import sample_arguments
+from kernels.weights import Deferred
+
+# Below so many weights there is nothing to spare.
+LEAST_WEIGHTS = 1 << 16
+_COLUMNS = 4 * LANES  # what the kernel looks at together
+_MOST_PART = 1 / 8  # of the logits, beyond which all are computed: for rows that prefer nothing
+
+# By how much a logit, or a rough one, may miss the product of its row and weights, over the product of their norms: a
+# sum in fp32 of K products that are added one after the other errs by K * 2^-24 at most; and what rows of 16-bit
+# integers may lose (native/wide_rows.h).
+_SUM_ERROR, _ROW_ERROR = 2.0**-24, 2.0**-10
+_MARGIN = 1.02  # over errors of the norms, which are sums too, and of the bounds
+
+
+class ScreenArguments(ctypes.Structure):
+    """Mirrors the struct of the same name in native/screen.h."""
+
+    _fields_ = [
+        ("layer", LinearArguments),
+        ("rough", QuantizedArguments),
+        ("reach", ctypes.c_void_p),
+        ("largest", ctypes.c_double),
+        ("most_pairs", ctypes.c_int64),
+    ]
+
+
+class ScreenedLinear(PackedLinear):
+    """Beside the weight itself `rough`, its integers of eight bits.
+
+    reach [N] float32: times the norm of a row, how far its logits are from the product at most, be they rough or not.
+    """
+
+    def __init__(self, library: NativeLibrary, weight: Tensor | Deferred) -> None:
+        """weight [N, K] in bf16, fp16 or fp32, for which `can_screen` holds."""
+        super().__init__(library, weight)
+        n, k = weight.shape
+        self._screen = library.screen
+        self.rough = QuantizedLinear.quantizing(library, weight, None, INT8, is_measured=True)
+        assert self.rough.squares is not None
+        lost, weights = self.rough.squares.double().sqrt()
+        # These are errors of two sums; the rough weights' norm is that of the weights and of what they lack at most.
+        error = 4 * k * _SUM_ERROR + _ROW_ERROR
+        self.reach = ((lost * (1 + error) + weights * error) * _MARGIN).float()
+        self._largest = float(weights.max()) * _MARGIN
+        self._arguments = ScreenArguments(
+            self.arguments_for(ROUNDED),
+            self.rough.arguments_for(DTYPES[torch.float32]),
+            self.reach.data_ptr(),
+            self._largest,
+            max(int(n // (2 * LANES) * _MOST_PART), 1),
+        )
+
+    def pick(self, x: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor] | None:
+        """What `KernelBackend.choose` makes of the logits of x [M, K], without most of them; None: it needs all."""
+        if not math.isfinite(self._largest):
+            return None
+        x = self.checked(x)
+        out, is_bad = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
+        rows = sample_arguments(params, out, is_bad, self.out_features)
+        addresses = ctypes.addressof(self._arguments), ctypes.addressof(rows)
+        is_done = self._screen(*addresses, x.data_ptr(), x.stride(0), torch.get_num_threads())
+        return (out, is_bad) if is_done else None
+
+
+def can_screen(weight: Tensor | Deferred) -> bool:
+    """Whether `ScreenedLinear` is for weight [N, K]."""
+    n, k = weight.shape
+    return n % _COLUMNS == 0 and n * k >= LEAST_WEIGHTS

@@ -1,0 +1,231 @@
+// The next token of each row without most of its logits.
+//
+// A second copy of a vocabulary projection's weights, rounded to eight bits, says of every logit between which two numbers it lies: the
+// difference of both weights' products with a row is no larger than the product of its norm with the norm of what rounding took away
+// (Cauchy, Schwarz). Logits that cannot be the largest, or cannot with their noise, are never computed; the others are, by the layer
+// itself, and choose the token. So it is the token that all logits would have chosen, and half of the bytes are read for it.
+#pragma once
+
+#include <atomic>
+
+#include "sampling.h"
+#include "tiled_quantized.h"
+
+// Mirrored by `kernels.sampling.screen.ScreenArguments`.
+struct ScreenArguments {
+    LinearArguments layer;     // to kRounded, without a bias; n is a multiple of 64
+    QuantizedArguments rough;  // its weights in eight bits, to float32
+    const float* reach;        // [n]: times a row's norm, how far apart a logit and its rough one can be
+    double largest;            // above the norm of every output's weights
+    int64_t most_pairs;        // of panels; if more are wanted, nothing is computed
+};
+
+namespace {
+
+constexpr long kPairColumns = 2 * kLanes;
+constexpr long kSearched = 256 * kPairColumns;  // ids that one call of a thread looks at
+constexpr double kLeastNorm = 1e-12, kMostLogit = 1e30, kMostHalfLogit = 6e4;  // beyond these, numbers get lost or become infinite
+
+// The bounds of a row's logits.
+template <class T>
+struct Bounds {
+    const float *rough, *reach;
+    Vec norm;
+
+    INLINE Vec highest(long id) const { return rounded(fma(norm, load(reach + id), load(rough + id)), (const T*)nullptr); }
+    INLINE Vec lowest(long id) const { return rounded(load(rough + id) - norm * load(reach + id), (const T*)nullptr); }
+};
+
+// Pairs of panels that are wanted.
+struct WantedPairs {
+    std::atomic<uint8_t>* is_wanted;
+
+    INLINE void add(long id) const { is_wanted[id / kPairColumns].store(1, std::memory_order_relaxed); }
+};
+
+template <class T>
+struct Screen {
+    const ScreenArguments& args;
+    const SampleArguments& rows;
+    const float* rough;  // [rows, n]
+    const float* norms;  // [rows]
+    WantedPairs wanted;
+    long n = args.layer.n;
+
+    Bounds<T> bounds(long row) const { return {rough + row * n, args.reach, splat(norms[row])}; }
+    bool is_greedy(long row) const { return rows.temperature[row] == 0.0f; }
+
+    // Pairs with ids that could be the largest of a greedy row. lowest: [rows][number of stretches] memory.
+    void want_largest(float* lowest, long threads) const {
+        const long stretches = ceil_div(n, kSearched);
+        const double work = kElementWork * rows.rows * n;
+        const auto for_stretches = [&](const auto& body) {
+            parallel_for(stretches, work, threads, [&](long i) {
+                for (long row = 0; row < rows.rows; row++) {
+                    if (is_greedy(row)) body(bounds(row), i, smaller(n, (i + 1) * kSearched), lowest + row * stretches);
+                }
+            });
+        };
+        for_stretches([](const Bounds<T>& bound, long i, long stop, float* found) {
+            Vec top = splat(-kInfinity);
+            for (long id = i * kSearched; id < stop; id += kLanes) top = max(bound.lowest(id), top);
+            found[i] = max_lanes(top);
+        });
+        for (long row = 0; row < rows.rows; row++) {
+            float* found = lowest + row * stretches;
+            found[0] = *std::max_element(found, found + stretches);
+        }
+        for_stretches([&](const Bounds<T>& bound, long i, long stop, const float* found) {
+            for (long id = i * kSearched; id < stop; id += kPairColumns) {
+                if (max_lanes(max(bound.highest(id), bound.highest(id + kLanes))) >= found[0]) wanted.add(id);
+            }
+        });
+    }
+
+    // Pairs with ids that could win with their noise; as `RowSampler::draw`. The noise of few is made: it lies below kMostNoise.
+    void want_winners(long row) const {
+        static thread_local Scratch scratch;
+        Candidate* candidates = scratch.get<Candidate>(n);
+        const Bounds<T> bound = bounds(row);
+        const Vec divisor = splat(rows.temperature[row]), most = splat(kLargest);
+        float top = -kInfinity;
+        for (long id = 0; id < n; id += kLanes) top = larger_of(top, max_lanes(bound.lowest(id)));
+        float best = scaled(top, row) + least_noise();
+        long count = 0;
+        for (long first = 0; first < n; first += kNoiseGroup) {
+            alignas(64) float highest[kNoiseGroup], lowest[kNoiseGroup];
+            Vec above = splat(-kInfinity);
+            for (long i = 0; i < kNoiseGroup; i += kLanes) {
+                const Vec high = min(bound.highest(first + i) / divisor, most);
+                store(highest + i, high);
+                store(lowest + i, min(bound.lowest(first + i) / divisor, most));
+                above = max(high, above);
+            }
+            if (max_lanes(above) + kMostNoise < best) continue;
+            uint32_t bits[kNoiseGroup];
+            make_noise(row, first, bits);
+            for (long part = 0; part < kNoiseGroup; part += kLanes) {
+                if (!RowSampler::may_win(bits + part, load(highest + part), best)) continue;
+                for (long i = part; i < part + kLanes; i++) {
+                    const float noise = RowSampler::gumbel(RowSampler::uniform(bits[i]));
+                    if (highest[i] + noise >= best) candidates[count++] = {highest[i] + noise, (int32_t)(first + i)};
+                    best = larger_of(best, lowest[i] + noise);
+                }
+            }
+        }
+        for (long i = 0; i < count; i++) {
+            if (candidates[i].x >= best) wanted.add(candidates[i].id);
+        }
+    }
+
+    // The token, from the logits [pairs][rows][32] of what is wanted; ids rise.
+    long winner(long row, const float* logits, const int32_t* pairs, long count) const {
+        float best = -kInfinity;
+        long best_id = 0;
+        for (long i = 0; i < count; i++) {
+            const long first = pairs[i] * kPairColumns;
+            float values[kPairColumns];
+            memcpy(values, logits + (i * rows.rows + row) * kPairColumns, sizeof values);
+            if (!is_greedy(row)) add_noise(row, first, values, best);
+            for (long j = 0; j < kPairColumns; j++) {
+                if (values[j] > best) best = values[j], best_id = first + j;
+            }
+        }
+        return best_id;
+    }
+
+  private:
+    static INLINE float larger_of(float a, float b) { return a > b ? a : b; }
+    static float least_noise() { return RowSampler::gumbel(1.0f - 0x1p-24f); }  // noise falls as its number rises
+    float scaled(float logit, long row) const {
+        const float x = logit / rows.temperature[row];
+        return x < kLargest ? x : kLargest;
+    }
+
+    void make_noise(long row, long first, uint32_t (&bits)[kNoiseGroup]) const {
+        philox((uint32_t)(first / 4), (uint32_t)rows.index[row], (uint32_t)rows.choice[row], (uint64_t)rows.seed[row], bits);
+    }
+
+    // Logits become what they compete with; those that lose against `best` whatever their noise stay below it.
+    void add_noise(long row, long first, float (&values)[kPairColumns], float best) const {
+        float top = -kInfinity;
+        for (float& value : values) top = larger_of(top, value = scaled(value, row));
+        if (top + kMostNoise < best) {
+            std::fill_n(values, kPairColumns, -kInfinity);
+            return;
+        }
+        const long group = first / kNoiseGroup * kNoiseGroup;
+        uint32_t bits[kNoiseGroup];
+        make_noise(row, group, bits);
+        for (long j = 0; j < kPairColumns; j++) values[j] += RowSampler::gumbel(RowSampler::uniform(bits[first - group + j]));
+    }
+};
+
+// The norm of a row; NaN if one of its numbers is not finite.
+template <class T>
+double norm_of(const T* x, long count) {
+    Vec squares = zero();
+    for (long k = 0; k < count; k += kLanes) {
+        const Vec value = load_some(x + k, count - k);
+        squares = fma(value, value, squares);
+    }
+    return std::sqrt((double)sum_lanes(squares));
+}
+
+// Whether a row may be screened: its token depends on no more than the largest logits, and nothing comes near what a float can hold.
+template <class T>
+bool may_screen(const ScreenArguments& args, const SampleArguments& rows, long row, double norm) {
+    const double most = norm * args.largest;
+    if (!(norm > kLeastNorm && most < (std::is_same_v<T, Fp16> ? kMostHalfLogit : kMostLogit))) return false;
+    if (rows.temperature[row] == 0.0f) return true;
+    const bool keeps_all = (rows.top_k[row] <= 0 || rows.top_k[row] >= args.layer.n) && rows.top_p[row] >= 1.0f && rows.min_p[row] <= 0.0f;
+    return keeps_all && most / rows.temperature[row] < kMostLogit;
+}
+
+// The pairs that are wanted, in order; how many, or -1 if they are more than so many.
+long take_wanted(const WantedPairs& wanted, long num_pairs, long most, int32_t* pairs) {
+    long count = 0;
+    for (long pair = 0; pair < num_pairs; pair++) {
+        if (wanted.is_wanted[pair].load(std::memory_order_relaxed) == 0) continue;
+        if (count == most) return -1;
+        pairs[count++] = (int32_t)pair;
+    }
+    return count;
+}
+
+// rows.out and rows.is_bad for x [rows, k], as `sample` writes them for the layer's logits; rows.logits is not read. Returns whether that
+// was possible: else nothing is written.
+template <class T>
+bool screen(const ScreenArguments& args, const SampleArguments& rows, const T* x, long x_stride, long threads) {
+    static thread_local Scratch rough_memory, small_memory, wanted_memory, pair_memory, logit_memory;
+    const long n = args.layer.n, m = rows.rows, num_pairs = n / kPairColumns;
+    float* norms = small_memory.get<float>(m * (1 + ceil_div(n, kSearched)));
+    for (long row = 0; row < m; row++) {
+        const double norm = norm_of(x + row * x_stride, args.layer.k);
+        if (!may_screen<T>(args, rows, row, norm)) return false;
+        norms[row] = (float)(norm * 1.001);  // its own error, and this product's
+    }
+    float* rough = rough_memory.get<float>(m * n);
+    quantized_linear(args.rough, x, x_stride, rough, m, threads);
+    auto* flags = wanted_memory.get<std::atomic<uint8_t>>(num_pairs);
+    for (long pair = 0; pair < num_pairs; pair++) flags[pair].store(0, std::memory_order_relaxed);
+    const Screen<T> screen{args, rows, rough, norms, {flags}};
+    screen.want_largest(norms + m, threads);
+    parallel_for(m, kElementWork * m * n, threads, [&](long row) {
+        if (!screen.is_greedy(row)) screen.want_winners(row);
+    });
+    int32_t* pairs = pair_memory.get<int32_t>(args.most_pairs);
+    const long count = take_wanted(screen.wanted, num_pairs, args.most_pairs, pairs);
+    if (count < 0) return false;
+    float* logits = logit_memory.get<float>(count * m * kPairColumns);
+    parallel_for(count, (double)count * m * kPairColumns * args.layer.k, threads, [&](long i) {
+        linear_pair(args.layer, pairs[i], x, x_stride, logits + i * m * kPairColumns, m);
+    });
+    parallel_for(m, kElementWork * m * count * kPairColumns, threads, [&](long row) {
+        rows.out[row] = screen.winner(row, logits, pairs, count);
+        rows.is_bad[row] = 0;
+    });
+    return true;
+}
+
+}  // namespace
