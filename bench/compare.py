@@ -28,11 +28,10 @@ from bench.peers.registry import OURS, OURS_INT8, OURS_W8A8, chosen
 
 SHAPE = "qwen3-0.6b"
 MIN_ROUNDS = 3  # fewer are a trial, and say so
-RATES = (
-    cases.Figure("memory read by all threads", "GB/s", is_higher_better=True),
-    cases.Figure("bf16 products of all threads", "GFLOP/s", is_higher_better=True),
-)
+READING = cases.Figure("memory read by all threads", "GB/s", is_higher_better=True)
+MULTIPLYING = cases.Figure("bf16 products of all threads", "GFLOP/s", is_higher_better=True)
 RAY_START = cases.Figure("Ray's own start", "s")  # beside which ready is to be read
+MACHINE = (READING, MULTIPLYING, RAY_START)
 CASE_NAMES = (*(case.name for case in cases.cases(1000, 0)), "chat")
 
 
@@ -109,9 +108,12 @@ def measure(peer: Peer, number: int, plan: Plan) -> PeerRound:
 def measure_limit(number: int, decoder: roofline.Decoder) -> PeerRound:
     """What the machine would allow now, as if it were a server's figures."""
     machine = roofline.measure()
-    rates = {RATES[0].key: machine.bytes_per_second / 1e9, RATES[1].key: machine.flops_per_second / 1e9}
-    start = {RAY_START.key: ray_start.seconds()}
-    return PeerRound(comparison.LIMIT, number, roofline.limits(decoder, machine) | rates | start)
+    seen = {
+        READING.key: machine.bytes_per_second / 1e9,
+        MULTIPLYING.key: machine.flops_per_second / 1e9,
+        RAY_START.key: ray_start.seconds(),
+    }
+    return PeerRound(comparison.LIMIT, number, roofline.limits(decoder, machine) | seen)
 
 
 def compare(peers: Sequence[Peer], plan: Plan, limit: Callable[[int], PeerRound]) -> list[PeerRound]:
@@ -137,7 +139,7 @@ def compare(peers: Sequence[Peer], plan: Plan, limit: Callable[[int], PeerRound]
 def figures(vocab_size: int) -> list[cases.Figure]:
     """All that are taken, in the table's order."""
     of_cases = [figure for case in cases.cases(vocab_size, 0) for figure, _ in case.figures]
-    return [*of_cases, cases.CHAT, cases.READY, cases.MEMORY, *RATES, RAY_START]
+    return [*of_cases, cases.CHAT, cases.READY, cases.MEMORY, *MACHINE]
 
 
 def free_port() -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench import executor_trip, ray_start
 from tests.servers import assert_gone
 
 pytestmark = pytest.mark.stage2
@@ -44,3 +45,25 @@ def test_given_a_measurement_when_it_is_told_to_end_then_its_server_ends_too(fol
         assert measurement.wait(60) == 128 + signal.SIGTERM
     assert_gone(processes)
     assert not list(folder.iterdir())
+
+
+def test_given_ray_alone_when_its_start_is_measured_then_it_has_taken_time_and_left_nothing() -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    folders = set(Path("/tmp").glob("ray-*"))
+    assert ray_start.seconds() > 0.0
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+    assert set(Path("/tmp").glob("ray-*")) <= folders
+
+
+def test_given_a_program_that_ray_cannot_start_in_when_measured_then_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(SystemExit, match="Ray did not start"):
+        ray_start.seconds()
+
+
+def test_given_a_rank_that_computes_nothing_when_its_trip_is_measured_then_it_has_taken_time_and_left_nothing() -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    assert 0.0 < executor_trip.median_seconds(32, trips=20) < 60.0
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before

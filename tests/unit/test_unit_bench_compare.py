@@ -202,7 +202,7 @@ def test_rounds_when_run_then_every_peer_is_in_each_and_another_one_begins(capsy
     results = found[::2]
     assert order == list("abcbcacab")
     assert found[1::2] == [limit for limit in limits for _ in peers]
-    taken = {figure.key for figure in compare.figures(VOCABULARY)} - {figure.key for figure in compare.RATES}
+    taken = {figure.key for figure in compare.figures(VOCABULARY)} - {figure.key for figure in compare.MACHINE}
     assert all(set(one.values) == taken for one in results)
     assert results[0].values[cases.CHAT.key] == 250.0
     assert results[0].values[cases.READY.key] == 1.5
