@@ -30,7 +30,7 @@ SHAPE = "qwen3-0.6b"
 MIN_ROUNDS = 3  # fewer are a trial, and say so
 READING = cases.Figure("memory read by all threads", "GB/s", is_higher_better=True)
 MULTIPLYING = cases.Figure("bf16 products of all threads", "GFLOP/s", is_higher_better=True)
-RAY_START = cases.Figure("Ray's own start", "s")  # beside which ready is to be read
+RAY_START = cases.Figure("Ray's own start (`ray.init`)", "s")  # beside which ready is to be read
 MACHINE = (READING, MULTIPLYING, RAY_START)
 CASE_NAMES = (*(case.name for case in cases.cases(1000, 0)), "chat")
 
@@ -108,11 +108,9 @@ def measure(peer: Peer, number: int, plan: Plan) -> PeerRound:
 def measure_limit(number: int, decoder: roofline.Decoder) -> PeerRound:
     """What the machine would allow now, as if it were a server's figures."""
     machine = roofline.measure()
-    seen = {
-        READING.key: machine.bytes_per_second / 1e9,
-        MULTIPLYING.key: machine.flops_per_second / 1e9,
-        RAY_START.key: ray_start.seconds(),
-    }
+    seen = {READING.key: machine.bytes_per_second / 1e9, MULTIPLYING.key: machine.flops_per_second / 1e9}
+    if (ray_seconds := ray_start.seconds()) is not None:
+        seen[RAY_START.key] = ray_seconds
     return PeerRound(comparison.LIMIT, number, roofline.limits(decoder, machine) | seen)
 
 

@@ -1,7 +1,7 @@
 """What gateway and scheduler cost: `python -m bench.control_plane` runs a server whose ranks compute nothing.
 
 CPU time of each process over the tokens that clients got, one event a token; answers of one token; the time to the
-first token when idle, and the executor's part of it (`bench.executor_trip`). Ends by itself.
+first token when idle, and beside it a step of the executor alone (`bench.executor_trip`). Ends by itself.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _words(result: dict[str, Any]) -> str:
     return (
         f"{result['tokens_per_second']:.0f} tok/s, {result['requests_per_second']:.0f} req/s, "
         f"{result['events_per_token']:.3f} events/token, first {result['first_ms_p50']:.2f} ms"
-        f"{'' if trip is None else f' ({trip:.2f} of it the executor alone)'}; us/token: {cpu}"
+        f"{'' if trip is None else f' (the executor alone {trip:.2f})'}; us/token: {cpu}"
     )
 
 

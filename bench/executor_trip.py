@@ -1,7 +1,6 @@
 """How long a step takes whose ranks compute nothing: a plan to a rank's process and its result back, over ZeroMQ.
 
-It is the executor's part of a first token: what is left of that on an idle server is gateway, scheduler, and the
-client's own connection.
+Beside a first token of an idle server it shows what gateway, scheduler, and the client's own connection add.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import time
 import zmq
 
 from novainfer.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
+from novainfer.errors import EngineError
 from novainfer.executor.zmq_executor import ZmqExecutor
 from novainfer.protocol.columns import column
 from novainfer.protocol.step import NewRow, StepPlan
@@ -61,5 +61,6 @@ def _trip(executor: ZmqExecutor, number: int, num_input: int) -> float:
     time.sleep(_PAUSE)
     began = time.perf_counter()
     executor.submit(plan)
-    executor.collect(_PATIENCE)
+    if executor.collect(_PATIENCE) is None:
+        raise EngineError("a step had no result")
     return time.perf_counter() - began

@@ -326,7 +326,7 @@ class KernelBackend(Protocol):
     def pick(self, head: Linear, x: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
         """`choose` from the logits that head.in_float32(x) would be, x [B, K], without computing most of them.
 
-        head: a result of `pack_head`. None where that is not possible, or saves nothing.
+        None where that is not possible, or saves nothing: always, unless `pack_head` has made head.
         """
         ...
 

@@ -107,7 +107,11 @@ def check_sampling(logits: Tensor, params: SamplingTensors) -> None:
     check_last_dim_contiguous("logits", logits)
     if logits.shape[1] == 0:
         raise ValueError("logits must have at least one column")
-    rows = logits.shape[0]
+    check_sampling_tensors(params, logits.shape[0])
+
+
+def check_sampling_tensors(params: SamplingTensors, rows: int) -> None:
+    """Raise ValueError unless every parameter is [rows] of its dtype."""
     for name, dtype in _SAMPLING_DTYPES:
         tensor = getattr(params, name)
         if tensor.dtype is dtype and tensor.shape == (rows,) and tensor.is_contiguous():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import SamplingTensors
+from kernels.checks import check_sampling_tensors
 from kernels.linear.cpu import ROUNDED, LinearArguments, PackedLinear
 from kernels.linear.quantized import QuantizedArguments, QuantizedLinear
 from kernels.linear.schemes import INT8
@@ -20,12 +21,16 @@ from kernels.weights import Deferred
 LEAST_WEIGHTS = 1 << 16
 _COLUMNS = 4 * LANES  # what the kernel looks at together
 _MOST_PART = 1 / 8  # of the logits, beyond which all are computed: for rows that prefer nothing
+_MOST_ROWS = 32  # of more, the products with eight bits take about as long as the others, and their logits much memory
+_LONGEST_PAUSE = 64  # calls that do not even try, once more and more have been in vain
 
 # By how much a logit, or a rough one, may miss the product of its row and weights, over the product of their norms: a
 # sum in fp32 of K products that are added one after the other errs by K * 2^-24 at most; and what rows of 16-bit
 # integers may lose (native/wide_rows.h).
 _SUM_ERROR, _ROW_ERROR = 2.0**-24, 2.0**-10
+_UNSEEN = 1e-18  # a group of columns with nothing larger becomes zero, and squares of less are not counted
 _MARGIN = 1.02  # over errors of the norms, which are sums too, and of the bounds
+_IS_DONE, _IN_VAIN = 1, 2  # as in native/screen.h
 
 
 class ScreenArguments(ctypes.Structure):
@@ -43,7 +48,7 @@ class ScreenArguments(ctypes.Structure):
 class ScreenedLinear(PackedLinear):
     """Beside the weight itself `rough`, its integers of eight bits.
 
-    reach [N] float32: times the norm of a row, how far its logits are from the product at most, be they rough or not.
+    reach [N] float32: times the norm of a row, how far a logit and its rough one are from each other at most.
     """
 
     def __init__(self, library: NativeLibrary, weight: Tensor | Deferred) -> None:
@@ -56,7 +61,7 @@ class ScreenedLinear(PackedLinear):
         lost, weights = self.rough.squares.double().sqrt()
         # These are errors of two sums; the rough weights' norm is that of the weights and of what they lack at most.
         error = 4 * k * _SUM_ERROR + _ROW_ERROR
-        self.reach = ((lost * (1 + error) + weights * error) * _MARGIN).float()
+        self.reach = ((lost * (1 + error) + weights * error) * _MARGIN + math.sqrt(k) * _UNSEEN).float()
         self._largest = float(weights.max()) * _MARGIN
         self._arguments = ScreenArguments(
             self.arguments_for(ROUNDED),
@@ -65,17 +70,27 @@ class ScreenedLinear(PackedLinear):
             self._largest,
             max(int(n // (2 * LANES) * _MOST_PART), 1),
         )
+        self._pause = 0  # calls that do not try
+        self._next_pause = 1
 
     def pick(self, x: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor] | None:
         """What `KernelBackend.choose` makes of the logits of x [M, K], without most of them; None: it needs all."""
-        if not math.isfinite(self._largest):
+        if not math.isfinite(self._largest) or len(x) > _MOST_ROWS:
+            return None
+        if self._pause:
+            self._pause -= 1
             return None
         x = self.checked(x)
+        check_sampling_tensors(params, len(x))
         out, is_bad = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
         rows = sample_arguments(params, out, is_bad, self.out_features)
         addresses = ctypes.addressof(self._arguments), ctypes.addressof(rows)
-        is_done = self._screen(*addresses, x.data_ptr(), x.stride(0), torch.get_num_threads())
-        return (out, is_bad) if is_done else None
+        outcome = self._screen(*addresses, x.data_ptr(), x.stride(0), torch.get_num_threads())
+        if outcome == _IN_VAIN:
+            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
+        elif outcome == _IS_DONE:
+            self._next_pause = 1
+        return (out, is_bad) if outcome == _IS_DONE else None
 
 
 def can_screen(weight: Tensor | Deferred) -> bool:

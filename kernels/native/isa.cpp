@@ -95,7 +95,7 @@ EXPORT(sample)(const SampleArguments* args, int64_t threads) {
     return 0;
 }
 
-// Returns whether the tokens are there; else all logits have to be computed.
+// Returns what became of it; see screen.h.
 EXPORT(screen)(const ScreenArguments* args, const SampleArguments* rows, const void* x, int64_t x_stride, int64_t threads) {
     BY_DTYPE(args->layer.dtype, return screen(*args, *rows, (const T*)x, x_stride, threads));
 }

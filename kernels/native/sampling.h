@@ -161,11 +161,10 @@ struct RowSampler {
         float best = x[start] + gumbel(uniform(bits[start % kNoiseGroup]));
         long best_id = start;
         for (long first = 0; first < args.vocab_size; first += kNoiseGroup) {
-            // Noise lies below kMostNoise, so an id this far below the best cannot win.
-            const float needed = best - kMostNoise > cut.x ? best - kMostNoise : cut.x;
             Vec highest = load(x + first);
             for (long i = kLanes; i < kNoiseGroup; i += kLanes) highest = max(highest, load(x + first + i));
-            if (max_lanes(highest) < needed) continue;
+            const float top = max_lanes(highest);
+            if (top < cut.x || top + kMostNoise < best) continue;  // noise lies below kMostNoise
             make_noise(first, bits);
             for (long i = 0; i < kNoiseGroup; i += kLanes) {
                 if (may_win(bits + i, load(x + first + i), best)) consider(first + i, bits + i, best, best_id);
@@ -194,10 +193,11 @@ struct RowSampler {
         philox((uint32_t)(first / 4), (uint32_t)args.index[row], (uint32_t)args.choice[row], (uint64_t)args.seed[row], bits);
     }
 
-    // Whether one of 16 ids may reach `best` with its noise. -log(-log1p(-u)) <= -log u, so only u < exp(x - best) can: two logarithms
-    // are spared to nearly all.
+    // Whether one of 16 ids may reach `best` with its noise. -log(-log1p(-u)) <= -log u, so only u < exp(x - best) can, or a little larger
+    // ones, where rounding the sum takes it up to `best`: two logarithms are spared to nearly all.
     static INLINE bool may_win(const uint32_t* bits, const Vec& x, float best) {
-        return any_less(uniforms(bits), exp(x - splat(best)) * splat(1.001f));
+        const float rounding = (best < 0.0f ? -best : best) * 0x1p-23f;
+        return any_less(uniforms(bits), exp(x - splat(best) + splat(rounding)) * splat(1.001f));
     }
 
     static INLINE Vec uniforms(const uint32_t* bits) {

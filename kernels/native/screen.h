@@ -3,21 +3,19 @@
 // A second copy of a vocabulary projection's weights, rounded to eight bits, says of every logit between which two numbers it lies: the
 // difference of both weights' products with a row is no larger than the product of its norm with the norm of what rounding took away
 // (Cauchy, Schwarz). Logits that cannot be the largest, or cannot with their noise, are never computed; the others are, by the layer
-// itself, and choose the token. So it is the token that all logits would have chosen, and half of the bytes are read for it.
+// itself, and choose the token. So it is the token that all logits would have chosen, from half of the bytes that sixteen bits take.
 #pragma once
-
-#include <atomic>
 
 #include "sampling.h"
 #include "tiled_quantized.h"
 
-// Mirrored by `kernels.sampling.screen.ScreenArguments`.
+// Mirrored by `kernels.linear.screened.ScreenArguments`.
 struct ScreenArguments {
     LinearArguments layer;     // to kRounded, without a bias; n is a multiple of 64
     QuantizedArguments rough;  // its weights in eight bits, to float32
     const float* reach;        // [n]: times a row's norm, how far apart a logit and its rough one can be
     double largest;            // above the norm of every output's weights
-    int64_t most_pairs;        // of panels; if more are wanted, nothing is computed
+    int64_t most_pairs;        // of panels; if more are wanted, all logits might as well be computed
 };
 
 namespace {
@@ -36,11 +34,11 @@ struct Bounds {
     INLINE Vec lowest(long id) const { return rounded(load(rough + id) - norm * load(reach + id), (const T*)nullptr); }
 };
 
-// Pairs of panels that are wanted.
+// Pairs of panels that are wanted, by threads that may want the same one.
 struct WantedPairs {
-    std::atomic<uint8_t>* is_wanted;
+    uint8_t* is_wanted;
 
-    INLINE void add(long id) const { is_wanted[id / kPairColumns].store(1, std::memory_order_relaxed); }
+    INLINE void add(long id) const { __atomic_store_n(is_wanted + id / kPairColumns, 1, __ATOMIC_RELAXED); }
 };
 
 template <class T>
@@ -73,7 +71,7 @@ struct Screen {
         });
         for (long row = 0; row < rows.rows; row++) {
             float* found = lowest + row * stretches;
-            found[0] = *std::max_element(found, found + stretches);
+            for (long i = 1; i < stretches; i++) found[0] = larger_of(found[0], found[i]);
         }
         for_stretches([&](const Bounds<T>& bound, long i, long stop, const float* found) {
             for (long id = i * kSearched; id < stop; id += kPairColumns) {
@@ -151,7 +149,7 @@ struct Screen {
         float top = -kInfinity;
         for (float& value : values) top = larger_of(top, value = scaled(value, row));
         if (top + kMostNoise < best) {
-            std::fill_n(values, kPairColumns, -kInfinity);
+            for (float& value : values) value = -kInfinity;
             return;
         }
         const long group = first / kNoiseGroup * kNoiseGroup;
@@ -186,29 +184,31 @@ bool may_screen(const ScreenArguments& args, const SampleArguments& rows, long r
 long take_wanted(const WantedPairs& wanted, long num_pairs, long most, int32_t* pairs) {
     long count = 0;
     for (long pair = 0; pair < num_pairs; pair++) {
-        if (wanted.is_wanted[pair].load(std::memory_order_relaxed) == 0) continue;
+        if (!wanted.is_wanted[pair]) continue;
         if (count == most) return -1;
         pairs[count++] = (int32_t)pair;
     }
     return count;
 }
 
-// rows.out and rows.is_bad for x [rows, k], as `sample` writes them for the layer's logits; rows.logits is not read. Returns whether that
-// was possible: else nothing is written.
+constexpr int64_t kNeedsAll = 0, kIsDone = 1, kInVain = 2;  // what becomes of rows; kInVain: it took time to find out that they need all
+
+// rows.out and rows.is_bad for x [rows, k], as `sample` writes them for the layer's logits; rows.logits is not read. Nothing is written if
+// that was not possible.
 template <class T>
-bool screen(const ScreenArguments& args, const SampleArguments& rows, const T* x, long x_stride, long threads) {
+int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T* x, long x_stride, long threads) {
     static thread_local Scratch rough_memory, small_memory, wanted_memory, pair_memory, logit_memory;
     const long n = args.layer.n, m = rows.rows, num_pairs = n / kPairColumns;
     float* norms = small_memory.get<float>(m * (1 + ceil_div(n, kSearched)));
     for (long row = 0; row < m; row++) {
         const double norm = norm_of(x + row * x_stride, args.layer.k);
-        if (!may_screen<T>(args, rows, row, norm)) return false;
+        if (!may_screen<T>(args, rows, row, norm)) return kNeedsAll;
         norms[row] = (float)(norm * 1.001);  // its own error, and this product's
     }
     float* rough = rough_memory.get<float>(m * n);
     quantized_linear(args.rough, x, x_stride, rough, m, threads);
-    auto* flags = wanted_memory.get<std::atomic<uint8_t>>(num_pairs);
-    for (long pair = 0; pair < num_pairs; pair++) flags[pair].store(0, std::memory_order_relaxed);
+    uint8_t* flags = wanted_memory.get<uint8_t>(num_pairs);
+    memset(flags, 0, num_pairs);
     const Screen<T> screen{args, rows, rough, norms, {flags}};
     screen.want_largest(norms + m, threads);
     parallel_for(m, kElementWork * m * n, threads, [&](long row) {
@@ -216,7 +216,7 @@ bool screen(const ScreenArguments& args, const SampleArguments& rows, const T* x
     });
     int32_t* pairs = pair_memory.get<int32_t>(args.most_pairs);
     const long count = take_wanted(screen.wanted, num_pairs, args.most_pairs, pairs);
-    if (count < 0) return false;
+    if (count < 0) return kInVain;
     float* logits = logit_memory.get<float>(count * m * kPairColumns);
     parallel_for(count, (double)count * m * kPairColumns * args.layer.k, threads, [&](long i) {
         linear_pair(args.layer, pairs[i], x, x_stride, logits + i * m * kPairColumns, m);
@@ -225,7 +225,7 @@ bool screen(const ScreenArguments& args, const SampleArguments& rows, const T* x
         rows.out[row] = screen.winner(row, logits, pairs, count);
         rows.is_bad[row] = 0;
     });
-    return true;
+    return kIsDone;
 }
 
 }  // namespace

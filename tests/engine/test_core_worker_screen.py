@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kernels.linear.schemes import WeightScheme
 from kernels.weights import Deferred
 from novainfer.config import DEMO_MODEL, ModelConfig
 from tests.builders import CPU, PlanWriter, execute, make_runner
+from tests.parity.builders import build_checkpoint
 from workers.models.base import CausalLM
 from workers.models.loader import load_model
 from workers.tensor_parallel import TensorParallel
@@ -74,3 +76,23 @@ def test_rows_beside_one_that_needs_all_logits_when_sampled_then_tokens_are_the_
     assert got == run(WholeHeads(), rows, 20)
     assert 0 < kernels.num_picked < 10  # before that one came
     assert got[:2] == run(kernels, rows[:2], 20)
+
+
+class CountedHeads(CpuBackend):
+    """Counts the heads that are packed to be picked from."""
+
+    num_heads = 0
+
+    def pack_head(self, weight: Tensor | Deferred, scheme: WeightScheme | None = None) -> Linear:
+        self.num_heads += 1
+        return super().pack_head(weight, scheme)
+
+
+@pytest.mark.parametrize(("family", "num_heads"), [("qwen3", 1), ("gemma2", 0), ("granite", 0)])
+def test_model_that_changes_its_logits_when_loaded_then_its_head_is_packed_once(
+    family: str, num_heads: int, tmp_path: Path
+) -> None:
+    kernels = CountedHeads()
+    config = ModelConfig(model=str(build_checkpoint(family, tmp_path / family, "float32")))
+    load_model(config, tp=TensorParallel.single(), kernels=kernels, device=CPU)
+    assert kernels.num_heads == num_heads

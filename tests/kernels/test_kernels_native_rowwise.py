@@ -129,6 +129,19 @@ def test_logits_with_ties_infinities_and_nan_when_sampled_then_reference_tokens(
         assert backend.sample(logits, params).tolist() == expected, logits.shape
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_ids_that_rounding_makes_equal_when_sampled_then_the_lowest_of_them(isa: str) -> None:
+    """Numbers so large that most of the noise is rounded away; with these seeds two ids become equal by it."""
+    temperature = 2.0**-18
+    seeds = torch.tensor([966, 1138, 2071, 2747, 2768])
+    logits = torch.zeros(5, 64)
+    logits[:, 3], logits[:, 20] = 4194304.5 * temperature, 4194310 * temperature
+    ones, zeros = torch.ones(5), torch.zeros(5, dtype=torch.int32)
+    params = SamplingTensors(ones * temperature, zeros, ones, zeros.float(), seeds, zeros, zeros.long())
+    assert ReferenceBackend().sample(logits, params).tolist() == [3] * 5
+    assert CpuBackend(isa).sample(logits, params).tolist() == [3] * 5
+
+
 def test_rows_when_sampled_together_then_as_alone() -> None:
     backend, logits, params = CpuBackend(), torch.randn(60, 5000), _parameters(60)
     tokens = backend.sample(logits, params)

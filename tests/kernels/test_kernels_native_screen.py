@@ -43,6 +43,11 @@ def assert_picks(backend: CpuBackend, head: ScreenedLinear, x: Tensor, rows: Sam
     assert picked[1].tolist() == wanted[1].tolist() == [False] * len(x)
 
 
+def head_row(head: ScreenedLinear) -> Tensor:
+    """A row [1, K] that prefers one output by far."""
+    return 100.0 * head.rough(torch.eye(head.in_features), torch.float32)[:, -1:].T.contiguous()
+
+
 def loosened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few outputs are all wanted, mostly, which is no reason to give up here."""
     monkeypatch.setattr(screened, "_MOST_PART", 1.0)
@@ -58,7 +63,7 @@ def test_random_rows_of_every_number_when_picked_then_tokens_are_those_of_all_lo
     for n, k in SHAPES:
         torch.manual_seed(n + k)
         head = ScreenedLinear(library, torch.randn(n, k).to(dtype))
-        for rows in (1, 2, 5, 16, 19, 40):
+        for rows in (1, 2, 5, 16, 19, 32):
             for temperature in TEMPERATURES:
                 x = (torch.randn(rows, 2 * k) * torch.logspace(-3, 1, rows)[:, None]).to(dtype)[:, ::2]
                 assert_picks(backend, head, x, params(rows, temperature=temperature))
@@ -83,6 +88,40 @@ def test_outputs_that_hardly_differ_when_picked_then_ties_go_to_the_lowest_id(
     picked = backend.pick(same, x, lambda: params(len(x)))
     assert picked is not None
     assert picked[0].tolist() == [0] * len(x)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_noise_that_is_rounded_away_when_picked_then_the_lowest_of_what_it_makes_equal(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loosened(monkeypatch)
+    temperature = 2.0**-18
+    weight = torch.zeros(64, 4)
+    weight[3, 0], weight[20, 0] = 4194304.5 * temperature, 4194310 * temperature
+    head, x = ScreenedLinear(load_library(isa), weight), torch.tensor([[1.0, 0.0, 0.0, 0.0]]).repeat(5, 1)
+    rows = params(5, temperature=[temperature], seed=[966, 1138, 2071, 2747, 2768], index=[0], choice=[0])
+    assert_picks(CpuBackend(isa), head, x, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_logits_that_differ_by_rounding_alone_when_picked_then_their_own_bits_decide(
+    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each output has the same products in another order, and they sum to almost nothing."""
+    loosened(monkeypatch)
+    backend, library = CpuBackend(isa), load_library(isa)
+    for k in (97, 128, 480):
+        torch.manual_seed(k)
+        numbers = torch.randn(k) * torch.logspace(-4, 2, k)
+        numbers[1::2] = -numbers[: k - k % 2 : 2]
+        numbers[-1] *= 1 - k % 2
+        weight = torch.stack([numbers[torch.randperm(k)] for _ in range(640)]).to(dtype)
+        head, x = ScreenedLinear(library, weight), torch.full((20, k), 0.05, dtype=dtype)
+        x[3:] *= torch.arange(1, 18)[:, None]
+        assert len(set(head.in_float32(x)[0].tolist())) > 3
+        assert_picks(backend, head, x, params(20))
+        assert_picks(backend, head, x, params(20, temperature=[1e-3]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -117,11 +156,15 @@ def test_logits_when_compared_with_rough_ones_then_no_further_away_than_was_said
         head = ScreenedLinear(library, weight)
         x = (torch.randn(9, 1056) * torch.tensor([1.0] * 8 + [1e-3])[:, None]).to(dtype)
         x[4:, ::97] *= 100
-        exact = x.double() @ weight.double().T
+        lost = weight.double() - head.rough(torch.eye(1056, dtype=dtype), torch.float32).double().T
+        worst = lost[::50]  # rows that meet most of what rounding took away from an output
+        x = torch.cat([x, (worst / worst.abs().amax(1, keepdim=True)).to(dtype)])
         reach = x.double().norm(dim=1, keepdim=True) * head.reach.double()
-        for logits in (head.rough(x, torch.float32), head(x, torch.float32)):
-            assert bool(((logits.double() - exact).abs() <= reach).all())
-        assert float((reach / exact.abs().amax(1, keepdim=True)).mean()) < 0.1  # or nothing would be spared
+        logits = head(x, torch.float32).double()
+        error = (head.rough(x, torch.float32).double() - logits).abs() / reach
+        assert float(error.max()) <= 1.0
+        assert float(error[9:].amax(1).min()) > 0.7  # so near are these rows
+        assert float((reach[:9] / logits[:9].abs().amax(1, keepdim=True)).mean()) < 0.1  # or nothing would be spared
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,9 +199,49 @@ def test_rows_with_filters_when_picked_then_all_logits_are_wanted() -> None:
     assert_picks(backend, head, x, params(2, top_k=[3], top_p=[0.5], min_p=[0.5]))
 
 
-def test_row_that_prefers_nothing_when_picked_then_all_logits_are_wanted() -> None:
-    head = ScreenedLinear(load_library(), torch.ones(6400, 64))
-    assert CpuBackend().pick(head, torch.ones(1, 64), lambda: params(1)) is None
+def test_rows_that_prefer_nothing_when_picked_again_and_again_then_all_logits_are_wanted_and_few_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(8)
+    backend, rows = CpuBackend(), params(1)
+    head = ScreenedLinear(load_library(), torch.cat([torch.ones(6400, 64), torch.randn(6400, 64)]))
+    flat, peaked = torch.ones(1, 64), head_row(head)
+    asked: list[Tensor] = []
+    tried: list[int] = []  # which of these calls
+    screen = head._screen
+
+    def watched(*arguments: int) -> int:
+        tried.append(len(asked))
+        return screen(*arguments)
+
+    def is_picked(x: Tensor) -> bool:
+        asked.append(x)
+        return backend.pick(head, x, lambda: rows) is not None
+
+    monkeypatch.setattr(head, "_screen", watched)
+    assert not any(is_picked(flat) for _ in range(20))
+    assert tried == [1, 3, 6, 11, 20]
+    assert not any(is_picked(peaked) for _ in range(16))
+    assert is_picked(peaked)
+    assert not is_picked(flat)
+    assert not is_picked(peaked)  # as after the first failure: one call
+    assert_picks(backend, head, peaked, rows)
+
+
+def test_more_rows_than_a_step_of_decodes_has_when_picked_then_all_logits_are_wanted() -> None:
+    torch.manual_seed(9)
+    head = ScreenedLinear(load_library(), torch.randn(6400, 64))
+    x = head_row(head).expand(33, 64).contiguous()
+    assert_picks(CpuBackend(), head, x[:32], params(32))
+    assert CpuBackend().pick(head, x, lambda: params(33)) is None
+
+
+def test_params_that_are_not_for_these_rows_when_picked_then_refused() -> None:
+    head = ScreenedLinear(load_library(), torch.randn(640, 64))
+    with pytest.raises(ValueError, match="temperature"):
+        head.pick(torch.randn(2, 64), params(1))
+    with pytest.raises(ValueError, match="x must be"):
+        head.pick(torch.randn(2, 32), params(2))
 
 
 def test_head_when_packed_then_screened_if_that_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_given_a_measurement_when_it_is_told_to_end_then_its_server_ends_too(fol
 def test_given_ray_alone_when_its_start_is_measured_then_it_has_taken_time_and_left_nothing() -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     folders = set(Path("/tmp").glob("ray-*"))
-    assert ray_start.seconds() > 0.0
+    assert (ray_start.seconds() or 0.0) > 0.0
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
     assert set(Path("/tmp").glob("ray-*")) <= folders
 
@@ -58,9 +58,8 @@ def test_given_ray_alone_when_its_start_is_measured_then_it_has_taken_time_and_l
 def test_given_a_program_that_ray_cannot_start_in_when_measured_then_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(SystemExit, match="Ray did not start"):
-        ray_start.seconds()
+    monkeypatch.setattr(ray_start, "_PROGRAM", "import ray; ray.init('127.0.0.1')")
+    assert ray_start.seconds() is None
 
 
 def test_given_a_rank_that_computes_nothing_when_its_trip_is_measured_then_it_has_taken_time_and_left_nothing() -> None:

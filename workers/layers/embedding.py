@@ -45,15 +45,14 @@ class VocabProjection:
     """Hidden states to logits over the whole vocabulary."""
 
     def __init__(self, kernels: KernelBackend, linear: Linear, tp: TensorParallel, vocab_size: int) -> None:
-        """linear: made by `KernelBackend.pack_head`."""
         self._kernels = kernels
         self._linear = linear  # [hidden] -> [rows_per_rank]
         self._tp = tp
         self._vocab_size = vocab_size
 
     def pick(self, hidden: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
-        """`KernelBackend.pick`; None also where a rank has but a part of the vocabulary."""
-        return self._kernels.pick(self._linear, hidden, params) if self._tp.world_size == 1 else None
+        """See `KernelBackend`; None unless its `pack_head` has made the layer."""
+        return self._kernels.pick(self._linear, hidden, params)
 
     def in_float32(self, hidden: Tensor) -> Tensor:
         """The same numbers, contiguous, in float32."""

@@ -82,17 +82,12 @@ class Decoder:
 
     def pick(self, hidden: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:
         """See `CausalLM`."""
-        return self._head.pick(hidden, params) if self._has_plain_logits else None
-
-    @property
-    def _has_plain_logits(self) -> bool:
-        """Whether they are what the projection yields."""
-        return self.spec.logits_divisor == 1.0 and self.spec.logits_soft_cap is None
+        return self._head.pick(hidden, params)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] float32."""
         spec = self.spec
-        if self._has_plain_logits:
+        if spec.has_plain_logits:
             return self._head.in_float32(hidden)
         logits = self._head(hidden)
         if spec.logits_divisor != 1.0:
@@ -178,8 +173,12 @@ def _load_head(build: LayerBuilder, spec: DecoderSpec, embedding_rows: Tensor) -
         if build.kernels.weight_memory is None:  # what is not packed may be shared
             stored = rows.make()
             rows = embedding_rows if torch.equal(stored, embedding_rows) else stored
-    linear = build.kernels.pack_head(rows, head_scheme(build.scheme))
-    return VocabProjection(build.kernels, linear, build.tp, spec.vocab_size)
+    scheme, kernels = head_scheme(build.scheme), build.kernels
+    if build.tp.world_size == 1 and spec.has_plain_logits:
+        linear = kernels.pack_head(rows, scheme)
+    else:  # who has but a part of the vocabulary, or changes its logits, picks nothing
+        linear = kernels.pack_linear(rows, None, scheme)
+    return VocabProjection(kernels, linear, build.tp, spec.vocab_size)
 
 
 def _next_input(norm: RmsNorm | None, residual: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -100,3 +100,8 @@ class DecoderSpec(ModelSpec):
     prefix: str = "model."  # of every tensor but the vocabulary projection
     lm_head: str = "lm_head"
     ignored_prefixes: tuple[str, ...] = ()  # tensors that are not the text model's
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """Whether they are what the vocabulary projection yields."""
+        return self.logits_divisor == 1.0 and self.logits_soft_cap is None
