@@ -20,7 +20,7 @@ from kernels.weights import Deferred
 # Below so many weights there is nothing to spare.
 LEAST_WEIGHTS = 1 << 16
 _COLUMNS = 4 * LANES  # what the kernel looks at together
-_MOST_PART = 1 / 8  # of the logits, beyond which all are computed: for rows that prefer nothing
+_MOST_PART = 1 / 4  # of the logits, beyond which all are computed: for rows that prefer nothing
 _MOST_ROWS = 32  # of more, the products with eight bits take about as long as the others, and their logits much memory
 _LONGEST_PAUSE = 64  # calls that do not even try, once more and more have been in vain
 

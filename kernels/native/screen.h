@@ -3,7 +3,7 @@
 // A second copy of a vocabulary projection's weights, rounded to eight bits, says of every logit between which two numbers it lies: the
 // difference of both weights' products with a row is no larger than the product of its norm with the norm of what rounding took away
 // (Cauchy, Schwarz). Logits that cannot be the largest, or cannot with their noise, are never computed; the others are, by the layer
-// itself, and choose the token. So it is the token that all logits would have chosen, from half of the bytes that sixteen bits take.
+// itself, and choose the token. Of rows with top-k those are left out that cannot be among the k. So it is the token that all logits would have chosen, from half of the bytes that sixteen bits take.
 #pragma once
 
 #include "sampling.h"
@@ -52,6 +52,7 @@ struct Screen {
 
     Bounds<T> bounds(long row) const { return {rough + row * n, args.reach, splat(norms[row])}; }
     bool is_greedy(long row) const { return rows.temperature[row] == 0.0f; }
+    bool has_top_k(long row) const { return rows.top_k[row] > 0 && rows.top_k[row] < n; }
 
     // Pairs with ids that could be the largest of a greedy row. lowest: [rows][number of stretches] memory.
     void want_largest(float* lowest, long threads) const {
@@ -116,8 +117,27 @@ struct Screen {
         }
     }
 
+    // Pairs with ids that could be among the row's top_k, whatever its other filters leave of those. So many pairs have an id that is no
+    // lower than the best of their lower bounds: nobody below all of these is among them.
+    void want_top(long row) const {
+        static thread_local Scratch scratch;
+        const long num_pairs = n / kPairColumns;
+        const Bounds<T> bound = bounds(row);
+        Candidate* best = scratch.get<Candidate>(num_pairs);
+        for (long pair = 0; pair < num_pairs; pair++) {
+            const long id = pair * kPairColumns;
+            best[pair] = {scaled(max_lanes(max(bound.lowest(id), bound.lowest(id + kLanes))), row), (int32_t)pair};
+        }
+        Candidate* last = best + rows.top_k[row] - 1;
+        std::nth_element(best, last, best + num_pairs);
+        for (long id = 0; id < n; id += kPairColumns) {
+            if (scaled(max_lanes(max(bound.highest(id), bound.highest(id + kLanes))), row) >= last->x) wanted.add(id);
+        }
+    }
+
     // The token, from the logits [pairs][rows][32] of what is wanted; ids rise.
     long winner(long row, const float* logits, const int32_t* pairs, long count) const {
+        if (!is_greedy(row) && has_top_k(row)) return winner_of_top(row, logits, pairs, count);
         float best = -kInfinity;
         long best_id = 0;
         for (long i = 0; i < count; i++) {
@@ -133,6 +153,20 @@ struct Screen {
     }
 
   private:
+    // Beside what is not among the top_k all others might as well be forbidden.
+    long winner_of_top(long row, const float* logits, const int32_t* pairs, long count) const {
+        static thread_local Scratch scratch;
+        float* all = scratch.get<float>(n);
+        for (long id = 0; id < n; id += kLanes) store(all + id, splat(-kInfinity));
+        for (long i = 0; i < count; i++) {
+            memcpy(all + pairs[i] * kPairColumns, logits + (i * rows.rows + row) * kPairColumns, kPairColumns * sizeof(float));
+        }
+        SampleArguments one = rows;
+        one.logits = all;
+        one.stride = 0;
+        return sample_row(one, row);
+    }
+
     static INLINE float larger_of(float a, float b) { return a > b ? a : b; }
     static float least_noise() { return RowSampler::gumbel(1.0f - 0x1p-24f); }  // noise falls as its number rises
     float scaled(float logit, long row) const {
@@ -176,8 +210,9 @@ bool may_screen(const ScreenArguments& args, const SampleArguments& rows, long r
     const double most = norm * args.largest;
     if (!(norm > kLeastNorm && most < (std::is_same_v<T, Fp16> ? kMostHalfLogit : kMostLogit))) return false;
     if (rows.temperature[row] == 0.0f) return true;
-    const bool keeps_all = (rows.top_k[row] <= 0 || rows.top_k[row] >= args.layer.n) && rows.top_p[row] >= 1.0f && rows.min_p[row] <= 0.0f;
-    return keeps_all && most / rows.temperature[row] < kMostLogit;
+    if (!(most / rows.temperature[row] < kMostLogit)) return false;
+    if (rows.top_k[row] > 0 && rows.top_k[row] < args.layer.n) return rows.top_k[row] <= args.most_pairs;
+    return rows.top_p[row] >= 1.0f && rows.min_p[row] <= 0.0f;  // these weigh an id against all others
 }
 
 // The pairs that are wanted, in order; how many, or -1 if they are more than so many.
@@ -212,7 +247,8 @@ int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T
     const Screen<T> screen{args, rows, rough, norms, {flags}};
     screen.want_largest(norms + m, threads);
     parallel_for(m, kElementWork * m * n, threads, [&](long row) {
-        if (!screen.is_greedy(row)) screen.want_winners(row);
+        if (screen.is_greedy(row)) return;
+        screen.has_top_k(row) ? screen.want_top(row) : screen.want_winners(row);
     });
     int32_t* pairs = pair_memory.get<int32_t>(args.most_pairs);
     const long count = take_wanted(screen.wanted, num_pairs, args.most_pairs, pairs);

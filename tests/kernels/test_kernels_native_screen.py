@@ -192,11 +192,36 @@ def test_rows_with_filters_when_picked_then_all_logits_are_wanted() -> None:
     torch.manual_seed(7)
     head = ScreenedLinear(load_library(), torch.randn(6400, 64))
     x = torch.randn(2, 64)
-    for given in ({"top_k": [0, 40]}, {"top_p": [1.0, 0.9]}, {"min_p": [0.0, 0.1]}):
+    for given in ({"top_k": [0, 300]}, {"top_p": [1.0, 0.9]}, {"min_p": [0.0, 0.1]}):
         wanted = params(2, temperature=[0.1], **given)
         assert backend.pick(head, x, lambda wanted=wanted: wanted) is None  # type: ignore[misc]
     assert_picks(backend, head, x, params(2, temperature=[0.1], top_k=[6400, 9000]))
     assert_picks(backend, head, x, params(2, top_k=[3], top_p=[0.5], min_p=[0.5]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_with_top_k_and_other_filters_when_picked_then_tokens_are_those_of_all_logits(
+    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loosened(monkeypatch)
+    backend, library = CpuBackend(isa), load_library(isa)
+    torch.manual_seed(10)
+    weight = torch.randn(3200, 96)
+    weight[1000:1040] = weight[200]  # more ties than some of them keep
+    head = ScreenedLinear(library, weight.to(dtype))
+    for scale in (0.01, 0.3, 3.0):
+        x = torch.cat([scale * torch.randn(20, 96), scale * weight[200:201]]).to(dtype)
+        for index in range(0, 300, 100):
+            columns = {
+                "temperature": [1.0, 0.6, 0.0, 1e-3, 5.0],
+                "top_k": [1, 20, 40, 7, 33, 90],
+                "top_p": [1.0, 0.95, 0.3, 0.0],
+                "min_p": [0.0, 0.05, 0.0],
+                "index": [index, index + 1],
+            }
+            assert_picks(backend, head, x, params(21, **columns))
+        assert_picks(backend, head, x, params(21, temperature=[1.0, 0.2], top_k=[0, 50, 0]))
 
 
 def test_rows_that_prefer_nothing_when_picked_again_and_again_then_all_logits_are_wanted_and_few_are_tried(
