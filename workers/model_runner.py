@@ -183,7 +183,7 @@ class ModelRunner:
         if not len(step.sampling):
             return None
         rows, ahead, chosen = step.sample_rows, step.sample_ahead, hidden[sample_hidden]
-        picked = self._sampler.pick(partial(self._model.pick, chosen), chosen.device, rows, self.states, ahead)
+        picked = self._sampler.pick(partial(self._model.pick, chosen), rows, self.states, ahead)
         if picked is not None:
             return self._append(picked, picked.token_ids, rows, ahead)
         return self._sample_logits(self._model.logits(chosen), rows, ahead)

@@ -61,14 +61,12 @@ class Sampler:
     def __init__(self, kernels: KernelBackend) -> None:
         self._kernels = kernels
 
-    def pick(
-        self, pick: Pick, device: torch.device, rows: IntArray, states: RequestStates, ahead: IntArray | None = None
-    ) -> Sampled | None:
+    def pick(self, pick: Pick, rows: IntArray, states: RequestStates, ahead: IntArray | None = None) -> Sampled | None:
         """What `sample` makes of the logits of these rows, without them; None where it needs them."""
         chosen = states.sampling.select(rows)
         if not chosen.is_plain or len(chosen.logprob_positions):
             return None
-        picked = pick(lambda: chosen.at(states.output_len(rows, ahead), device))
+        picked = pick(lambda: chosen.at(states.output_len(rows, ahead), states.device))
         if picked is None:
             return None
         return Sampled(rows, *picked, chosen.logprob_positions, NO_ROWS, None)

@@ -69,7 +69,7 @@ class NativeLinear:
     @property
     def arguments(self) -> ctypes.Structure:
         """The kernel's, for an output in the weight's dtype; they live as long as this object."""
-        return self._structs[DTYPES[self.dtype]]
+        return self.arguments_for(DTYPES[self.dtype])
 
     def arguments_for(self, out_code: int) -> ctypes.Structure:
         """The same for another output: float32, or `ROUNDED`."""
