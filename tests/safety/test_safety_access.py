@@ -139,8 +139,8 @@ def ask(gateway: GatewayThread, request: bytes) -> bytes:
             connection.sendall(request)
             while part := connection.recv(65536):
                 data += part
-        except ConnectionResetError:
-            pass  # it had heard enough
+        except ConnectionError:
+            pass  # it had heard enough: reset, or closed while we still talk
         return data
 
 
