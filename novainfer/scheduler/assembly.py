@@ -20,6 +20,8 @@ _MAX_NEW_IDS_PER_PLAN = 500_000
 # tenant its share of it; but never less than the other part, where steps would be short for nothing.
 _CROWDED_PART = 1 / 4
 _SMALLEST_PART = 1 / 16
+# Of a long step's tokens, where a prompt ends in it.
+_ENDING_PART = 1 / 4
 
 
 def members_alone(
@@ -272,8 +274,9 @@ class StepAssembly:
     def _chunk_room(self, name: str) -> int:
         """Prompt tokens that the tenant may still have in this step.
 
-        Where full steps are long, one with the end of a prompt gets no more than half full: the first token behind it
-        comes in half the time, and those of the other half are computed in the next step, no later than in a full one.
+        Where full steps are long, one with the end of a prompt gets no more than a quarter full: the first token behind
+        it comes in a quarter of the time, and those of the rest are computed in the next steps, no later than in a full
+        one.
         """
         if name in self._yielding:
             return 0
@@ -283,7 +286,7 @@ class StepAssembly:
         limit = max(int(part * self._max_tokens), 1)
         room = min(limit - self._chunk_tokens.get(name, 0), self.batch.budget)
         if self.batch.sampled_chunks and self._pace.is_long(self._max_tokens, 0):
-            room = min(room, self._max_tokens // 2 - sum(self._chunk_tokens.values()))
+            room = min(room, int(_ENDING_PART * self._max_tokens) - sum(self._chunk_tokens.values()))
         return room
 
     def _add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
