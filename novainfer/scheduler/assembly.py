@@ -22,6 +22,10 @@ _CROWDED_PART = 1 / 4
 _SMALLEST_PART = 1 / 16
 # Of a long step's tokens, where a prompt ends in it.
 _ENDING_PART = 1 / 4
+# Prompts get no more tokens beside decodes than make a step so long, but this part of a full one at least: for so long
+# other streams stand still.
+_PAUSE_SECONDS = 0.2
+_LEAST_BESIDE = 1 / 8
 
 
 def members_alone(
@@ -73,6 +77,7 @@ class StepAssembly:
         self._step = step
         self._may_have_chunks = True  # False: every row on its way has but one token to compute
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
+        self._most_beside = max_num_batched_tokens  # prompt tokens of all of them
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
         self._yielding: set[str] = set()  # those of them that make way, in this step
         self._drafts: dict[int, int] = {}  # see `Drafting.choose`
@@ -102,6 +107,7 @@ class StepAssembly:
     def _schedule_some(self) -> None:
         """Rows with one token to compute go first: a long prompt must not make them wait."""
         self._schedule_decodes()
+        self._most_beside = self._most_beside_decodes()
         self._schedule_chunks()
         self._admit()
 
@@ -271,6 +277,14 @@ class StepAssembly:
         tenant = self._shares.of(sequence.tenant)
         return self._rows.num_free > self._shares.rows_kept_free(tenant, self._rows.num_rows)
 
+    def _most_beside_decodes(self) -> int:
+        """Prompt tokens of this step that do not make its decodes wait long for the next one."""
+        if not (count := self.batch.num_decodes):
+            return self._max_tokens
+        context = self.batch.steady_context + sum([s.num_computed_tokens for s in self.batch.decodes])
+        affordable = self._pace.tokens_within(_PAUSE_SECONDS, context) - count
+        return int(min(max(affordable, _LEAST_BESIDE * self._max_tokens), self._max_tokens))
+
     def _chunk_room(self, name: str) -> int:
         """Prompt tokens that the tenant may still have in this step.
 
@@ -284,9 +298,10 @@ class StepAssembly:
         if self._shares.num_present > 1:
             part = max(self._shares.share(self._shares.of(name)) * _CROWDED_PART, _SMALLEST_PART)
         limit = max(int(part * self._max_tokens), 1)
-        room = min(limit - self._chunk_tokens.get(name, 0), self.batch.budget)
+        in_step = sum(self._chunk_tokens.values())
+        room = min(limit - self._chunk_tokens.get(name, 0), self._most_beside - in_step, self.batch.budget)
         if self.batch.sampled_chunks and self._pace.is_long(self._max_tokens, 0):
-            room = min(room, int(_ENDING_PART * self._max_tokens) - sum(self._chunk_tokens.values()))
+            room = min(room, int(_ENDING_PART * self._max_tokens) - in_step)
         return room
 
     def _add_chunk(self, sequence: Sequence, num_tokens: int) -> None:

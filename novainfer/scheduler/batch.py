@@ -238,6 +238,11 @@ class StepBatch:
     def is_empty(self) -> bool:
         return not (self.steady.rows or self.decodes or self.chunks)
 
+    @property
+    def num_decodes(self) -> int:
+        """Rows with one token each."""
+        return len(self.steady.rows) + len(self.decodes)
+
     def add_steady(self, steady: Steady) -> None:
         """One token for each of the members of the cohort, before other decodes are added."""
         self.steady = steady

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import add, mul
 
@@ -82,6 +83,15 @@ class StepPace:
             if self._predict(len(base) + count + 1, context) > allowed:
                 return count
         return len(others)
+
+    def tokens_within(self, seconds: float, context: int) -> float:
+        """How many tokens a step with so much context may have to take no longer, below 0 where none; infinite as long
+        as that is not known.
+        """
+        if self._num_steps < _MIN_STEPS:
+            return math.inf
+        b = self._learnt()[1]
+        return _TOKEN_UNIT * (seconds - self._predict(0, context)) / b if b > 0.0 else math.inf
 
     def is_long(self, num_tokens: int, context: int) -> bool:
         """Whether such a step disturbs who waits for its end."""

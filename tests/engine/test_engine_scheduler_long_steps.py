@@ -25,7 +25,7 @@ def driver_with(seconds_per_token: float) -> Driver:
     )
     pace = driver.engine.scheduler._drafting.pace
     for tokens in range(1, 50):
-        pace.observe(seconds_per_token * tokens, tokens, 10 * tokens)
+        pace.observe(seconds_per_token * tokens, tokens, 100)
     return driver
 
 
@@ -36,7 +36,7 @@ def prompt_of(length: int, start: int) -> list[int]:
 def plans_of(driver: Driver, lengths: list[int]) -> list[list[int]]:
     """The tokens of each step's prompt chunks, until all have begun to decode."""
     for number, length in enumerate(lengths):
-        driver.add(f"r{number}", prompt_of(length, number), max_tokens=30)
+        driver.add(f"r{number}", prompt_of(length, number), max_tokens=60)
     chunks = []
     while any(not driver.streams[f"r{number}", 0] for number in range(len(lengths))):
         assert driver.engine.submit() == 1
@@ -47,21 +47,38 @@ def plans_of(driver: Driver, lengths: list[int]) -> list[list[int]]:
     return chunks
 
 
-def test_given_long_steps_when_prompts_come_together_then_a_step_with_the_end_of_one_is_half_full() -> None:
-    assert plans_of(driver_with(0.01), [8] * 8) == [[8] * 4, [8] * 4]
+def test_given_long_steps_when_prompts_come_together_then_a_step_with_the_end_of_one_is_a_quarter_full() -> None:
+    assert plans_of(driver_with(0.005), [4] * 12) == [[4] * 4] * 3
 
 
 def test_given_long_steps_when_a_prompt_is_alone_then_its_steps_are_full() -> None:
     assert plans_of(driver_with(0.01), [3 * BUDGET]) == [[BUDGET]] * 3
 
 
-def test_given_long_steps_when_a_prompt_ends_then_the_next_one_gets_the_rest_of_half_a_step() -> None:
-    chunks = plans_of(driver_with(0.01), [BUDGET + 10, BUDGET])
-    assert chunks == [[BUDGET], [10, BUDGET // 2 - 10], [BUDGET // 2 + 10]]
+def test_given_long_steps_when_a_prompt_ends_then_the_next_one_gets_the_rest_of_a_quarter() -> None:
+    chunks = plans_of(driver_with(0.005), [BUDGET + 10, BUDGET // 2])
+    assert chunks == [[BUDGET], [10, BUDGET // 4 - 10], [BUDGET // 4 + 10]]
 
 
-def test_given_long_steps_when_one_prompt_is_more_than_half_of_a_step_then_it_is_not_cut() -> None:
-    assert plans_of(driver_with(0.01), [BUDGET - 10, BUDGET - 10]) == [[BUDGET - 10], [BUDGET - 10]]
+def test_given_long_steps_when_one_prompt_is_more_than_a_quarter_of_a_step_then_it_is_not_cut() -> None:
+    assert plans_of(driver_with(0.005), [BUDGET - 34, BUDGET - 34]) == [[BUDGET - 34], [BUDGET - 34]]
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_token", "beside"),
+    [(0.0001, BUDGET - 1), (0.01, 0.2 / 0.01 - 1), (0.1, BUDGET // 8)],
+    ids=["short", "long", "so long that nothing is short enough"],
+)
+def test_given_a_stream_when_a_prompt_comes_then_its_chunks_do_not_make_the_stream_pause_for_long(
+    seconds_per_token: float, beside: float
+) -> None:
+    driver = driver_with(seconds_per_token)
+    driver.add("stream", prompt_of(4, 1), max_tokens=60)
+    while not driver.streams["stream", 0]:
+        driver.step()
+    chunks = [sum(step) for step in plans_of(driver, [3 * BUDGET])]
+    assert sum(chunks) == 3 * BUDGET
+    assert chunks[:-1] == [pytest.approx(beside, abs=1)] * (len(chunks) - 1), "but for what is learnt inexactly"
 
 
 def test_given_short_steps_when_prompts_come_together_then_they_share_one() -> None:
@@ -74,7 +91,7 @@ def test_given_long_steps_when_all_are_done_then_every_stream_is_what_it_is_alon
     plans_of(driver, lengths)
     driver.run()
     for number, length in enumerate(lengths):
-        want = oracle_stream(prompt_of(length, number), SamplingParams(seed=0, max_tokens=30), 0, set(), 50)
+        want = oracle_stream(prompt_of(length, number), SamplingParams(seed=0, max_tokens=60), 0, set(), 50)
         assert driver.streams[f"r{number}", 0] == want
 
 
