@@ -77,7 +77,7 @@ class StepAssembly:
         self._step = step
         self._may_have_chunks = True  # False: every row on its way has but one token to compute
         self._chunk_tokens: dict[str, int] = {}  # by tenant, in this step
-        self._most_beside = max_num_batched_tokens  # prompt tokens of all of them
+        self._most_beside: int | None = None  # see `_most_beside_decodes`; None: nobody has asked since the decodes
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
         self._yielding: set[str] = set()  # those of them that make way, in this step
         self._drafts: dict[int, int] = {}  # see `Drafting.choose`
@@ -107,7 +107,7 @@ class StepAssembly:
     def _schedule_some(self) -> None:
         """Rows with one token to compute go first: a long prompt must not make them wait."""
         self._schedule_decodes()
-        self._most_beside = self._most_beside_decodes()
+        self._most_beside = None
         self._schedule_chunks()
         self._admit()
 
@@ -283,7 +283,7 @@ class StepAssembly:
             return self._max_tokens
         context = self.batch.steady_context + sum([s.num_computed_tokens for s in self.batch.decodes])
         affordable = self._pace.tokens_within(_PAUSE_SECONDS, context) - count
-        return int(min(max(affordable, _LEAST_BESIDE * self._max_tokens), self._max_tokens))
+        return int(min(max(affordable, _LEAST_BESIDE * self._max_tokens, 1), self._max_tokens))
 
     def _chunk_room(self, name: str) -> int:
         """Prompt tokens that the tenant may still have in this step.
@@ -298,6 +298,8 @@ class StepAssembly:
         if self._shares.num_present > 1:
             part = max(self._shares.share(self._shares.of(name)) * _CROWDED_PART, _SMALLEST_PART)
         limit = max(int(part * self._max_tokens), 1)
+        if self._most_beside is None:
+            self._most_beside = self._most_beside_decodes()
         in_step = sum(self._chunk_tokens.values())
         room = min(limit - self._chunk_tokens.get(name, 0), self._most_beside - in_step, self.batch.budget)
         if self.batch.sampled_chunks and self._pace.is_long(self._max_tokens, 0):

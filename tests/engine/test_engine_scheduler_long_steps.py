@@ -14,12 +14,13 @@ pytestmark = pytest.mark.stage1
 BUDGET = 64
 
 
-def driver_with(seconds_per_token: float) -> Driver:
+def driver_with(seconds_per_token: float, budget: int = BUDGET) -> Driver:
     """One that has seen steps that took so long."""
+    num_seqs = min(16, budget)
     driver = Driver(
-        OracleExecutor(num_blocks=400, max_num_seqs=16),
-        max_num_seqs=16,
-        max_num_batched_tokens=BUDGET,
+        OracleExecutor(num_blocks=400, max_num_seqs=num_seqs),
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=budget,
         steps_in_flight=1,
         prefix_caching=False,
     )
@@ -79,6 +80,17 @@ def test_given_a_stream_when_a_prompt_comes_then_its_chunks_do_not_make_the_stre
     chunks = [sum(step) for step in plans_of(driver, [3 * BUDGET])]
     assert sum(chunks) == 3 * BUDGET
     assert chunks[:-1] == [pytest.approx(beside, abs=1)] * (len(chunks) - 1), "but for what is learnt inexactly"
+
+
+def test_given_a_stream_and_slow_small_steps_when_a_prompt_comes_then_it_gets_on() -> None:
+    driver = driver_with(0.1, budget=4)
+    driver.add("stream", prompt_of(4, 1), max_tokens=60)
+    while not driver.streams["stream", 0]:
+        driver.step()
+    driver.add("prompt", prompt_of(10, 2), max_tokens=1)
+    for _ in range(12):
+        driver.step()
+    assert driver.streams["prompt", 0], "an eighth of so few tokens is less than one"
 
 
 def test_given_short_steps_when_prompts_come_together_then_they_share_one() -> None:
