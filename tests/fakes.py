@@ -206,8 +206,8 @@ class ScriptedScheduler(ServingThread):
             self._handle(identity, packet.message)
 
     def _new_link(self, identity: bytes, packet: Packet) -> GatewayLink:
-        def send(answer: Packet) -> bool:
-            return self._send_packet(identity, answer)
+        def send(answer: Packet) -> None:
+            self._send_packet(identity, answer)
 
         return GatewayLink(send, gateway_id=self.hellos[-1], link=packet.link, now=time.monotonic())
 

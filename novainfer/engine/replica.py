@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from novainfer.config import ServeConfig
@@ -41,7 +40,6 @@ from novainfer.protocol.messages import (
 )
 from novainfer.protocol.supervision import ROLE_SCHEDULER, ChildReady, SchedulerPulse, WorkersFault, WorkersLost
 from novainfer.scheduler.batch import PlainTokens, StepOutputs
-from novainfer.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +48,13 @@ GATEWAY_PATIENCE = 15.0  # seconds; a gateway speaks four times a second
 
 @dataclass(frozen=True)
 class ReplicaLinks:
-    """Ways out. to_gateway(socket identity, packet): False if that gateway cannot be reached."""
+    """Ways out. to_gateway(socket identity, packet): it is for that gateway. flush: send what is for gateways; returns
+    the socket identities of those that could not be reached.
+    """
 
-    to_gateway: Callable[[bytes, Packet], bool]
+    to_gateway: Callable[[bytes, Packet], None]
     to_supervisor: Callable[[object], None]
+    flush: Callable[[], set[bytes]]
 
 
 class Replica:
@@ -98,6 +99,7 @@ class Replica:
         moved = self._advance(now)
         if now >= self._next_stats:
             self._publish_stats(now)
+        self._flush()
         self._drop_gateways(now)
         return moved
 
@@ -108,8 +110,6 @@ class Replica:
             if refused := self._engine.scheduler.give_up_waiting(now):
                 self._refuse(refused)
         if self._have_failed:
-            with suppress(EngineError):
-                self._executor.listen()  # what is not read would wake us again and again
             return False
         try:
             if self._engine is None or not self._has_workers:
@@ -123,7 +123,7 @@ class Replica:
     def _step(self, engine: EngineCore, now: float) -> bool:
         if engine.scheduler.num_in_flight == 0:
             self._last_progress = now
-        self._executor.listen()  # first: what ranks said while they were idle is older than the plans to come
+        self._executor.check()
         engine.submit()
         for _ in range(self._config.scheduler.steps_in_flight):  # then gateways have their turn
             outputs = engine.collect(0.0)
@@ -137,15 +137,18 @@ class Replica:
         return True
 
     def _publish_and_go_on(self, engine: EngineCore, outputs: StepOutputs) -> None:
-        """The next plan goes first, except before a first token, an end, or tokens with more to tell."""
-        is_urgent = outputs.plain.begun or outputs.others
-        try:
-            if not is_urgent:  # a gateway that hears of many tokens takes the processor, and leaves cold caches behind
-                engine.submit()
-        finally:  # whatever becomes of the ranks: to the scheduler these tokens are told
-            self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
-        if is_urgent:
-            engine.submit()
+        """The next plan is sent first, except before a first token, an end, or tokens with more to tell: a gateway that
+        hears of many tokens takes the processor, and leaves cold caches behind. The tokens are packed before it: sent
+        right behind it, they find the thread of ZeroMQ still awake.
+        """
+        self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
+        if outputs.plain.begun or outputs.others:
+            self._flush()
+        engine.submit()
+
+    def _flush(self) -> None:
+        for identity in self._links.flush() & self._gateways.keys():
+            self._gateways[identity].is_reachable = False
 
     def _try_start(self) -> bool:
         info = self._executor.try_ready()
@@ -268,7 +271,7 @@ class Replica:
             self._gateways[identity].told(message.request_id)
 
     def _cancel_alias(self, engine: EngineCore, message: CancelAlias) -> bool:
-        found = _with_alias(engine, message)
+        found = [r for r in engine.scheduler.requests.values() if r.has_name(message.tenant, message.alias)]
         for request in found:
             identity = self._owner.get(request.request_id)
             self._publish(engine.cancel(request.request_id))
@@ -392,8 +395,3 @@ class Replica:
 
     def _is_live(self, request_id: str) -> bool:
         return self._engine is not None and request_id in self._engine.scheduler.requests
-
-
-def _with_alias(engine: EngineCore, question: CancelAlias) -> list[Request]:
-    """The tenant's live requests with the alias."""
-    return [r for r in engine.scheduler.requests.values() if r.has_name(question.tenant, question.alias)]

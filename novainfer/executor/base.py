@@ -78,6 +78,6 @@ class GroupExecutor(Executor, Protocol):
         """The info once all ranks have said hello. Raises `EngineError` if one failed. Does not wait."""
         ...
 
-    def listen(self) -> None:
-        """Take in what has come although no step is out. Raises `EngineError` if it says that the workers failed."""
+    def check(self) -> None:
+        """Raises `EngineError` if the workers failed, as far as is known."""
         ...

@@ -24,7 +24,10 @@ SendToRanks = Callable[[Sequence[bytes], object], Sequence[bytes]]
 
 
 class RankGroup:
-    """The ranks of one tensor-parallel group. Implements `GroupExecutor`; nothing here ever waits."""
+    """The ranks of one tensor-parallel group. Implements `GroupExecutor`; nothing here ever waits.
+
+    epoch: in which they are expected.
+    """
 
     def __init__(self, send: SendToRanks, *, world_size: int, epoch: int) -> None:
         self._send_to = send
@@ -33,7 +36,7 @@ class RankGroup:
 
     def expect(self, epoch: int, *, group: int) -> None:
         """See `GroupExecutor`."""
-        self._epoch = epoch
+        self.epoch = epoch
         self._group = group
         self._hellos: dict[int, tuple[bytes, WorkerHello]] = {}  # rank -> (socket identity, hello)
         self._info: ExecutorInfo | None = None
@@ -62,28 +65,28 @@ class RankGroup:
 
     def try_ready(self) -> ExecutorInfo | None:
         """See `GroupExecutor`."""
-        self.listen()
+        self.check()
         return self._info
 
     def submit(self, plan: StepPlan) -> None:
         """Send the plan to every rank. Raises `EngineError` if one is gone, or if the plan is of another epoch."""
-        self.listen()
+        self.check()
         if plan.epoch != self.info.epoch:
-            raise EngineError(f"plan of epoch {plan.epoch} for workers of epoch {self._epoch}")
+            raise EngineError(f"plan of epoch {plan.epoch} for workers of epoch {self.epoch}")
         self.tell_all(replace(plan, is_first=True) if self._is_first else plan)
         self._is_first = False
-        self.listen()
+        self.check()
         self._unanswered.append(plan.step)
         self._idle_hellos = [0] * self._world_size
 
     def collect(self, timeout: float | None = 0.0) -> StepResult | None:
         """The oldest unanswered step's result, None if it is not there. Raises `EngineError` if workers failed."""
         if not self._results:
-            self.listen()
+            self.check()
             return None
         return self._results.popleft()
 
-    def listen(self) -> None:
+    def check(self) -> None:
         """Raises `EngineError` if the workers failed."""
         if self._failure is not None:
             raise EngineError(self._failure)
@@ -111,13 +114,13 @@ class RankGroup:
             self._failure = f"rank {rank} has disconnected"
 
     def _on_hello(self, identity: bytes, hello: WorkerHello) -> None:
-        if hello.group != self._group or hello.epoch > self._epoch:
+        if hello.group != self._group or hello.epoch > self.epoch:
             return  # of a group that was replaced
         if hello.rank in self._hellos:
             self._on_idle(hello.rank)
             return
-        if hello.epoch < self._epoch:
-            self._send([identity], Adopt(self._epoch))
+        if hello.epoch < self.epoch:
+            self._send([identity], Adopt(self.epoch))
             return
         if hello.world_size != self._world_size or not 0 <= hello.rank < self._world_size:
             self._failure = f"rank {hello.rank} of {hello.world_size} does not belong to a group of {self._world_size}"
@@ -139,7 +142,7 @@ class RankGroup:
             self._failure = f"every rank is idle and step {self._unanswered[0]} has no answer: a message was lost"
 
     def _on_result(self, result: StepResult) -> None:
-        if result.epoch != self._epoch:
+        if result.epoch != self.epoch:
             return  # the last words of a group that was replaced, or meant for the scheduler before this one
         expected = self._unanswered.popleft() if self._unanswered else None
         if result.step != expected:

@@ -1,8 +1,8 @@
 """The scheduler's end of the worker sockets: plans out to every rank, results back from rank 0.
 
 Lives in the scheduler process, on its one thread; knows neither torch nor Ray. What the messages mean is `RankGroup`'s
-matter. The ROUTER may be polled together with other sockets: register `socket`, and when it is readable call
-`try_ready` until it returns the info, from then on `collect(0)` until it returns None.
+matter. The ROUTER may be polled together with other sockets: register `socket`, call `hear` when it is readable, and
+work with `group`, which never looks at the socket. The rest is for owners who wait (`LLM` over Ray, measurements).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from novainfer.errors import EngineError, ProtocolError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.ranks import RankGroup
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
-from novainfer.protocol.step import WORKER_SCHEMA, IndexedBlock, Shutdown, StepPlan, StepResult
+from novainfer.protocol.step import WORKER_SCHEMA, Shutdown, StepPlan, StepResult
 from novainfer.transport.addresses import Endpoint
 from novainfer.transport.channel import bind_router, has_message, receive_frames, send_frames, start_authenticator
 
@@ -29,29 +29,33 @@ _CLOSE_LINGER_MS = 500
 
 
 class ZmqExecutor:
-    """The ranks of one tensor-parallel group, behind a bound ROUTER socket. Implements `GroupExecutor`."""
+    """The ranks of one tensor-parallel group, behind a bound ROUTER socket. Implements `Executor`."""
 
     def __init__(self, endpoint: Endpoint, *, world_size: int, epoch: int, context: zmq.Context[Any]) -> None:
         """Bind. Raises `ConfigError` if somebody else listens there."""
         self.socket: zmq.Socket[bytes] = bind_router(context, endpoint)
         self._authenticator = None if endpoint.curve is None else start_authenticator(context, endpoint.curve)
-        self._epoch = epoch
         self._ranks = RankGroup(self._send, world_size=world_size, epoch=epoch)
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks, as far as they were heard."""
+        return self._ranks
+
+    def hear(self, *, has_any: bool = False) -> None:
+        """Take in what has come; never waits. has_any: something has, so that it need not look first."""
+        while has_any or has_message(self.socket):
+            has_any = False
+            self._take()
 
     def expect(self, epoch: int, *, group: int) -> None:
         """See `GroupExecutor`."""
-        self._epoch = epoch
         self._ranks.expect(epoch, group=group)
 
     @property
     def info(self) -> ExecutorInfo:
         """What the ranks agreed on. Raises `EngineError` before all of them have said hello."""
         return self._ranks.info
-
-    @property
-    def held(self) -> list[IndexedBlock]:
-        """See `GroupExecutor`."""
-        return self._ranks.held
 
     def try_ready(self) -> ExecutorInfo | None:
         """Take the hellos that have come; the info once all ranks have loaded. Raises `EngineError` if one failed."""
@@ -78,15 +82,14 @@ class ZmqExecutor:
 
     def listen(self) -> None:
         """Take in what has come although no step is out. Raises `EngineError` if it says that the workers failed."""
-        while self._receive(0.0):
-            pass
-        self._ranks.listen()
+        self.hear()
+        self._ranks.check()
 
     def close(self) -> None:
         """Tell the ranks to exit, and close the socket (idempotent)."""
         if self.socket.closed:
             return
-        self._ranks.tell_all(Shutdown(self._epoch))
+        self._ranks.tell_all(Shutdown(self._ranks.epoch))
         self.socket.close(linger=_CLOSE_LINGER_MS)
         if self._authenticator is not None:
             self._authenticator.stop()
@@ -117,10 +120,13 @@ class ZmqExecutor:
         wait = -1 if timeout is None else math.ceil(timeout * 1000) if timeout > 0.0 else 0
         if not has_message(self.socket, wait):
             return False
+        self._take()
+        return True
+
+    def _take(self) -> None:
         frames = receive_frames(self.socket)
         try:
             if len(frames) == 2:
                 self._ranks.handle(frames[0], WORKER_SCHEMA.decode(frames[1]))
         except ProtocolError as error:
             logger.warning("dropped a message of %r: %s", frames[0], error)
-        return True

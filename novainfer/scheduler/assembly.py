@@ -20,10 +20,10 @@ _MAX_NEW_IDS_PER_PLAN = 500_000
 # tenant its share of it; but never less than the other part, where steps would be short for nothing.
 _CROWDED_PART = 1 / 4
 _SMALLEST_PART = 1 / 16
-# Of a long step's tokens, where a prompt ends in it.
+# A long step in which a prompt ends gets no more prompts once this part of it is full.
 _ENDING_PART = 1 / 4
-# Prompts get no more tokens beside decodes than make a step so long, but this part of a full one at least: for so long
-# other streams stand still.
+# Beside decodes prompts get no more tokens than make a step so long, for so long other streams stand still; but at
+# least the other part of a full step.
 _PAUSE_SECONDS = 0.2
 _LEAST_BESIDE = 1 / 8
 
@@ -251,7 +251,7 @@ class StepAssembly:
         lacking: list[Sequence] = []  # those of them that lack blocks
         while self._rows.num_free and self.batch.num_new_ids < _MAX_NEW_IDS_PER_PLAN:
             sequence = self._waiting.peek(passing)
-            if sequence is None or sequence in self._isolation or self.batch.budget <= 0:
+            if sequence is None or sequence in self._isolation or self._room_for_all() <= 0:
                 return  # a suspect runs alone, and nobody takes the room it waits for
             if not self._may_start(sequence):
                 passing[sequence.tenant] = sequence
@@ -279,29 +279,35 @@ class StepAssembly:
 
     def _most_beside_decodes(self) -> int:
         """Prompt tokens of this step that do not make its decodes wait long for the next one."""
-        if not (count := self.batch.num_decodes):
+        batch = self.batch
+        if not batch.num_decodes:
             return self._max_tokens
-        context = self.batch.steady_context + sum([s.num_computed_tokens for s in self.batch.decodes])
-        affordable = self._pace.tokens_within(_PAUSE_SECONDS, context) - count
+        count = batch.num_decodes + sum(batch.drafts.values())
+        context = batch.steady_context + sum([s.num_computed_tokens for s in batch.decodes if not s.joined])
+        affordable = self._pace.more_tokens(_PAUSE_SECONDS, count, context)
         return int(min(max(affordable, _LEAST_BESIDE * self._max_tokens, 1), self._max_tokens))
 
     def _chunk_room(self, name: str) -> int:
-        """Prompt tokens that the tenant may still have in this step.
-
-        Where full steps are long, one with the end of a prompt gets no more than a quarter full: the first token behind
-        it comes in a quarter of the time, and those of the rest are computed in the next steps, no later than in a full
-        one.
-        """
+        """Prompt tokens that the tenant may still have in this step."""
         if name in self._yielding:
             return 0
         part = 1.0
         if self._shares.num_present > 1:
             part = max(self._shares.share(self._shares.of(name)) * _CROWDED_PART, _SMALLEST_PART)
         limit = max(int(part * self._max_tokens), 1)
+        return min(limit - self._chunk_tokens.get(name, 0), self._room_for_all())
+
+    def _room_for_all(self) -> int:
+        """Prompt tokens that may still be in this step, whoever has them: not many beside decodes.
+
+        Where full steps are long, one with the end of a prompt gets no more than a quarter full: the first token behind
+        it comes in a quarter of the time, and those of the rest are computed in the next steps, no later than in a full
+        one. (A prompt that is longer by itself is not cut for that.)
+        """
         if self._most_beside is None:
             self._most_beside = self._most_beside_decodes()
         in_step = sum(self._chunk_tokens.values())
-        room = min(limit - self._chunk_tokens.get(name, 0), self._most_beside - in_step, self.batch.budget)
+        room = min(self._most_beside - in_step, self.batch.budget)
         if self.batch.sampled_chunks and self._pace.is_long(self._max_tokens, 0):
             room = min(room, int(_ENDING_PART * self._max_tokens) - in_step)
         return room

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeVar
@@ -15,7 +15,7 @@ from novainfer.protocol.step import NewRow, StepPlan, StepResult
 from novainfer.scheduler.request import Sequence
 
 T = TypeVar("T")
-_FEW = 4  # to look each of them up costs less than to make a table
+_FEW = 4  # to look each of them up, or to take it out, costs less than to make a table, or to pick all others
 
 
 @dataclass(slots=True)
@@ -162,9 +162,18 @@ class PlainTokens:
         if index == 0:
             self.begun.append(place)
 
-    def without(self, places: Collection[int]) -> PlainTokens:
+    def without(self, places: Set[int]) -> PlainTokens:
         """All but those at some places."""
-        return self.at([i for i in range(len(self.refs)) if i not in places]) if places else self
+        if not places:
+            return self
+        if len(places) > _FEW:
+            return self.at([i for i in range(len(self.refs)) if i not in places])
+        rest = PlainTokens(self.sequences[:], self.refs[:], self.offsets[:], self.token_ids[:], self.base)
+        for place in sorted(places, reverse=True):
+            for values in (rest.sequences, rest.refs, rest.offsets, rest.token_ids):
+                del values[place]
+        rest.begun = [place - sum(gone < place for gone in places) for place in self.begun if place not in places]
+        return rest
 
     def at(self, places: list[int]) -> PlainTokens:
         """Those at some places, in order."""

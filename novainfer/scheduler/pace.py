@@ -13,6 +13,8 @@ MOST_GROWTH = 1.5
 UNDISTURBED_SECONDS = 0.02
 _KEPT = 0.99  # of what earlier steps said, after each step
 _RIDGE = 1e-3
+_TELLING = 0.1  # sizes of steps (in units) that differ less, squared and summed, say nothing of a token's price
+_NOTABLE = 0.1  # units; what differs more from the usual size is worth an answer at once
 _MIN_STEPS = 20
 _LEARNT_EVERY = 8  # steps: to note one down takes less time than to take it in, and than to solve
 _UNKNOWN_COST = 0.3  # of one more token, before anything was measured
@@ -40,6 +42,7 @@ class StepPace:
         self._sums = [0.0] * _SIZE
         self._last_result = 0.0  # when it came
         self._num_steps = 0
+        self._price: float | None = None  # of a token unit, when steps last differed enough in size to tell
         self._untaken: list[tuple[float, int, int, int]] = []  # steps that wait to be taken together
         self._weights: tuple[float, ...] | None = None
 
@@ -59,8 +62,11 @@ class StepPace:
         if self._num_steps % _LEARNT_EVERY == 0 or self._num_steps <= _MIN_STEPS:
             for step in self._untaken:
                 self._take(*step)
-            self._untaken.clear()
             self._weights = None
+            usual = self._moments[1] / self._moments[0]
+            if any(abs(size / _TOKEN_UNIT - usual) > _NOTABLE for _, size, _, _ in self._untaken):
+                self._learnt()  # a token's price can be told now, and not for ever
+            self._untaken.clear()
 
     def _take(self, seconds: float, num_tokens: int, context: int, num_drafted: int) -> None:
         t, c, d = (num_tokens + num_drafted) / _TOKEN_UNIT, context / _CONTEXT_UNIT, float(num_drafted > 0)
@@ -84,14 +90,16 @@ class StepPace:
                 return count
         return len(others)
 
-    def tokens_within(self, seconds: float, context: int) -> float:
-        """How many tokens a step with so much context may have to take no longer, below 0 where none; infinite as long
-        as that is not known.
+    def more_tokens(self, seconds: float, num_tokens: int, context: int) -> float:
+        """How many more tokens such a step may have to take no longer, below 0 where it takes longer already; infinite
+        as long as that is not known.
+
+        Steps of one size, as of decodes alone, do not tell what a token takes: then it is what it took before them.
         """
         if self._num_steps < _MIN_STEPS:
             return math.inf
-        b = self._learnt()[1]
-        return _TOKEN_UNIT * (seconds - self._predict(0, context)) / b if b > 0.0 else math.inf
+        left, price = seconds - self._predict(num_tokens, context), self._price
+        return _TOKEN_UNIT * left / price if price else math.inf
 
     def is_long(self, num_tokens: int, context: int) -> bool:
         """Whether such a step disturbs who waits for its end."""
@@ -122,6 +130,9 @@ class StepPace:
         if self._weights is None:
             matrix = [[self._moments[i] for i in row] for row in _HALF]
             self._weights = tuple(max(value, 0.0) for value in _solve(matrix, self._sums))
+            count, tokens, squares = matrix[0][0], matrix[0][1], matrix[1][1]
+            if squares - tokens * tokens / count > _TELLING and self._weights[1] > 0.0:
+                self._price = self._weights[1]
         return self._weights
 
 

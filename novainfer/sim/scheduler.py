@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from novainfer.config import ServeConfig
 from novainfer.engine.replica import Replica, ReplicaLinks
 from novainfer.errors import ProtocolError
-from novainfer.executor.base import ExecutorInfo
 from novainfer.executor.ranks import RankGroup, SendToRanks
 from novainfer.protocol.link import BEAT_SECONDS, Packet
-from novainfer.protocol.step import IndexedBlock, StepPlan, StepResult
+from novainfer.protocol.step import StepPlan
 from novainfer.protocol.supervision import WorkersLost
 from novainfer.sim.world import Process, Violation, World
 
@@ -19,61 +18,23 @@ _MESSAGES_PER_TURN = 256
 _TURN_SECONDS = 0.0001
 
 
-class SimExecutor:
-    """What the socket's owner does around a `RankGroup`. Implements `GroupExecutor`."""
+class SimExecutor(RankGroup):
+    """A `RankGroup` with an inbox, whose plans can be watched."""
 
     def __init__(self, send: SendToRanks, *, world_size: int, epoch: int) -> None:
         self.inbox: deque[tuple[bytes, object]] = deque()
         self.watch: Callable[[StepPlan], None] = lambda plan: None
-        self._ranks = RankGroup(send, world_size=world_size, epoch=epoch)
-
-    def expect(self, epoch: int, *, group: int) -> None:
-        """See `GroupExecutor`."""
-        self._ranks.expect(epoch, group=group)
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """See `Executor`."""
-        return self._ranks.info
-
-    @property
-    def held(self) -> list[IndexedBlock]:
-        """See `GroupExecutor`."""
-        return self._ranks.held
-
-    def try_ready(self) -> ExecutorInfo | None:
-        """See `GroupExecutor`."""
-        while (info := self._ranks.try_ready()) is None and self._receive():
-            pass
-        return info
+        super().__init__(send, world_size=world_size, epoch=epoch)
 
     def submit(self, plan: StepPlan) -> None:
         """See `Executor`."""
         self.watch(plan)
-        self._ranks.submit(plan)
+        super().submit(plan)
 
-    def collect(self, timeout: float | None) -> StepResult | None:
-        """See `Executor`; never waits."""
-        while (result := self._ranks.collect()) is None:
-            if not self._receive():
-                return None
-        return result
-
-    def listen(self) -> None:
-        """See `GroupExecutor`."""
-        while self._receive():
-            pass
-        self._ranks.listen()
-
-    def close(self) -> None:
-        """See `Executor`."""
-
-    def _receive(self) -> bool:
-        if not self.inbox:
-            return False
-        identity, message = self.inbox.popleft()
-        self._ranks.handle(identity, message)
-        return True
+    def hear(self) -> None:
+        """Take in what has come."""
+        while self.inbox:
+            self.handle(*self.inbox.popleft())
 
 
 class SimScheduler(Process):
@@ -108,7 +69,7 @@ class SimScheduler(Process):
         self.wake()
 
     def turn(self) -> None:
-        """As `SchedulerServer.run`: an order, gateways' packets, then the replica's turn."""
+        """As `SchedulerServer.run`: an order, gateways' packets, what ranks say, then the replica's turn."""
         if self._orders:
             self.replica.obey(self._orders.popleft())
         for _ in range(min(len(self._packets), _MESSAGES_PER_TURN)):
@@ -117,9 +78,10 @@ class SimScheduler(Process):
                 self.replica.handle(identity, packet, self.clock)
             except ProtocolError as error:
                 raise Violation(f"{self.name}: a gateway's message was refused: {error}") from error
+        self.executor.hear()
         moved = self.replica.turn(self.clock)
         self.after_turn(self)
-        has_mail = bool(self._orders or self._packets or self.executor.inbox)
+        has_mail = bool(self._orders or self._packets)
         self.wake(_TURN_SECONDS * self.slowness if moved or has_mail else BEAT_SECONDS)
 
 

@@ -257,7 +257,7 @@ def test_ranks_of_an_older_epoch_when_a_new_scheduler_finds_them_then_it_adopts_
     ranks.hello(0, epoch=4)  # it was on its way
     ranks.hello(1, epoch=5)
     assert ranks.executor.wait_ready(WAIT).epoch == 5
-    assert ranks.executor.held == held
+    assert ranks.executor.group.held == held
     assert not ranks.sockets[0].poll(0)
 
 
@@ -414,6 +414,32 @@ def test_worker_process_when_the_model_cannot_be_loaded_then_both_peers_hear_why
         finally:
             process.kill()
     assert isinstance(server.reports()[-1], ChildFault)
+
+
+def test_given_an_owner_who_polls_when_it_hears_then_all_that_has_come_is_known_and_nothing_is_waited_for(
+    ranks: Ranks,
+) -> None:
+    executor, group = ranks.executor, ranks.ready().executor.group
+    executor.hear()
+    group.check()
+    for step in (1, 2):
+        group.submit(plan(step))
+    ranks.say(0, result(1))
+    ranks.sockets[0].send(b"junk")
+    ranks.say(0, result(2))
+    while group.collect() is None:
+        assert executor.socket.poll(WAIT * 1000)
+        executor.hear(has_any=True)
+    while group.collect() is None:
+        assert executor.socket.poll(WAIT * 1000)
+        executor.hear(has_any=True)
+    ranks.say(1, WorkerFault(1, 1, "broken"))
+    assert executor.socket.poll(WAIT * 1000)
+    group.check()
+    executor.hear(has_any=True)
+    with pytest.raises(EngineError, match="broken"):
+        group.check()
+    assert not executor.socket.poll(0)
 
 
 def listen_for_ever(executor: ZmqExecutor) -> None:

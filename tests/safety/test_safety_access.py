@@ -6,6 +6,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPResponse
 from typing import Any
 
@@ -135,12 +136,11 @@ def ask(gateway: GatewayThread, request: bytes) -> bytes:
     """Everything that the server says until it closes the connection."""
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
         data = b""
-        try:
+        with suppress(ConnectionError):  # it has heard enough, and closed while we still talk
             connection.sendall(request)
+        with suppress(ConnectionError):
             while part := connection.recv(65536):
                 data += part
-        except ConnectionError:
-            pass  # it had heard enough: reset, or closed while we still talk
         return data
 
 

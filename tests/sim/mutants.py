@@ -229,7 +229,7 @@ def results_of_other_epochs_count(patch: pytest.MonkeyPatch) -> None:
         patch,
         RankGroup,
         "_on_result",
-        lambda original, self, result: original(self, replace(result, epoch=self._epoch)),
+        lambda original, self, result: original(self, replace(result, epoch=self.epoch)),
     )
 
 
@@ -240,7 +240,7 @@ def hellos_of_other_groups_count(patch: pytest.MonkeyPatch) -> None:
         RankGroup,
         "_on_hello",
         lambda original, self, identity, hello: original(
-            self, identity, replace(hello, group=self._group, epoch=self._epoch)
+            self, identity, replace(hello, group=self._group, epoch=self.epoch)
         ),
     )
 

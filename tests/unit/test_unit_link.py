@@ -100,12 +100,10 @@ class Sent:
 
     def __init__(self, window: int = 2) -> None:
         self.packets: list[Packet] = []
-        self.is_there = True
         self.link = GatewayLink(self._send, gateway_id="g", link=5, now=0.0, window=window)
 
-    def _send(self, packet: Packet) -> bool:
+    def _send(self, packet: Packet) -> None:
         self.packets.append(packet)
-        return self.is_there
 
     def messages(self) -> list[object]:
         taken, self.packets = self.packets, []
@@ -168,15 +166,6 @@ def test_given_an_older_acknowledgement_when_it_comes_late_then_credit_does_not_
     sent.link.say(batch(0, 4))
     sent.link.say(batch(1, 5))
     assert len(sent.packets) == 4
-
-
-def test_given_a_peer_that_cannot_be_reached_once_when_it_can_again_then_the_link_stays_unreachable() -> None:
-    sent = Sent(window=9)
-    sent.is_there = False
-    sent.link.say(READY)
-    sent.is_there = True
-    sent.link.say(READY)
-    assert not sent.link.is_reachable
 
 
 def test_given_a_stream_that_has_ended_when_its_reader_has_all_then_it_is_not_kept() -> None:
@@ -542,10 +531,10 @@ def test_given_a_plan_without_answer_when_all_ranks_stay_idle_then_the_group_has
     group.ranks.submit(step_plan(1))
     group.hello(0, 30)
     group.hello(1, 9)
-    group.ranks.listen()
+    group.ranks.check()
     group.hello(1)
     with pytest.raises(EngineError, match="step 1 has no answer"):
-        group.ranks.listen()
+        group.ranks.check()
 
 
 def test_given_idle_ranks_when_nothing_is_asked_or_answers_come_then_that_is_no_failure() -> None:
@@ -559,7 +548,7 @@ def test_given_idle_ranks_when_nothing_is_asked_or_answers_come_then_that_is_no_
     for rank in (0, 1):
         group.ranks.handle(b"0", StepResult(1, rank + 1, column(), column()))
         group.hello(rank, 9)
-    group.ranks.listen()
+    group.ranks.check()
 
 
 def test_given_ranks_that_said_hello_when_plans_are_sent_then_the_first_of_them_says_so() -> None:

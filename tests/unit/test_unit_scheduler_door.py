@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import zmq
@@ -33,6 +35,21 @@ class Inbox:
         server._gateway_socket, server._replica = self._socket, self
         server._hear_gateways()
         heard, self.heard = self.heard, []
+        return heard
+
+    def receive(self, *ready: str) -> list[str]:
+        """Whom the server hears in one turn, in order, when these are ready: "orders", "gateways", "ranks"."""
+        heard: list[str] = []
+        server: Any = SchedulerServer.__new__(SchedulerServer)
+        server._take_order = lambda: heard.append("orders")
+        server._hear_gateways = lambda: heard.append("gateways")
+        server._orders, server._gateway_socket = "orders", "gateways"
+        server._executor = SimpleNamespace(
+            socket="ranks", hear=lambda has_any=False: heard.append("ranks" if has_any else "ranks, if any")
+        )
+        server._sources = [(one, int(zmq.POLLIN)) for one in ready]
+        with patch.object(zmq, "zmq_poll", lambda sources, timeout: sources):
+            server._receive(0.0)
         return heard
 
     def num_left(self) -> int:
@@ -78,3 +95,21 @@ def test_given_a_flood_when_heard_then_a_turn_takes_a_part_of_it(monkeypatch: py
         assert [number for _, number in inbox.hear()] == [6, 7, 8], "and one that is no packet counts as one"
         assert inbox.hear() == []
         assert inbox.num_left() == 1
+
+
+@pytest.mark.parametrize(
+    ("ready", "heard"),
+    [
+        ([], []),
+        (["ranks"], ["ranks"]),
+        (["orders"], ["orders"]),
+        # What idle ranks say while gateways are heard is older than the plans to come, too.
+        (["gateways"], ["gateways", "ranks, if any"]),
+        (["orders", "gateways", "ranks"], ["orders", "gateways", "ranks"]),
+    ],
+)
+def test_given_what_is_ready_when_a_turn_begins_then_orders_come_first_and_ranks_last(
+    ready: list[str], heard: list[str]
+) -> None:
+    with inbox_with() as inbox:
+        assert inbox.receive(*ready) == heard

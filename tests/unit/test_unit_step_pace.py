@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -49,6 +50,37 @@ def test_given_few_steps_when_rows_are_asked_for_then_nothing_is_known_and_all_m
     assert pace.rows_allowed([10], [1000] * 60) == 60
     pace.observe(1.0, 64, 64_000)
     assert pace.rows_allowed([10], [1000] * 60) < 60
+
+
+def test_given_what_was_learnt_when_more_tokens_are_asked_for_then_as_many_as_fill_the_time() -> None:
+    pace = learnt(0.01, 0.001, 1e-6)
+    more = pace.more_tokens(0.2, 8, 8000)  # which take 26 ms
+    assert more == pytest.approx(174, rel=0.05)
+    assert pace.more_tokens(0.2, 8, 48_000) == pytest.approx(more - 40, rel=0.1)
+    assert pace.more_tokens(0.02, 8, 8000) < 0
+
+
+def test_given_few_steps_or_none_that_differ_when_more_tokens_are_asked_for_then_there_is_no_bound() -> None:
+    pace = StepPace()
+    assert pace.more_tokens(0.2, 8, 8000) == math.inf
+    for _ in range(100):
+        pace.observe(0.05, 8, 8000)
+    assert pace.more_tokens(0.2, 8, 8000) == math.inf
+
+
+def test_given_many_decodes_since_the_last_prompt_when_more_tokens_are_asked_for_then_its_price_is_remembered() -> None:
+    pace = learnt(0.04, 0.002, 0.0)
+    for number in range(3000):
+        pace.observe(0.04 + 0.002 * (4 + number % 2), 4 + number % 2, 4000)
+    assert pace.more_tokens(0.2, 4, 4000) == pytest.approx(76, rel=0.05)
+
+
+def test_given_one_prompt_in_a_long_talk_when_more_tokens_are_asked_for_long_after_then_it_has_told_the_price() -> None:
+    pace = StepPace()
+    for number in range(2000):
+        tokens = 100 if number in (500, 501) else 1
+        pace.observe(0.04 + 0.002 * tokens, tokens, 500)
+    assert pace.more_tokens(0.2, 1, 500) == pytest.approx(79, rel=0.1)
 
 
 def test_given_what_was_learnt_when_a_step_takes_longer_than_disturbs_nobody_then_it_is_long() -> None:
