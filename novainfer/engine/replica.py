@@ -138,8 +138,8 @@ class Replica:
 
     def _publish_and_go_on(self, engine: EngineCore, outputs: StepOutputs) -> None:
         """The next plan is sent first, except before a first token, an end, or tokens with more to tell: a gateway that
-        hears of many tokens takes the processor, and leaves cold caches behind. The tokens are packed before it: sent
-        right behind it, they find the thread of ZeroMQ still awake.
+        hears of many tokens takes the processor, and leaves cold caches behind. The tokens are packed before it, and
+        sent whatever becomes of the ranks.
         """
         self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
         if outputs.plain.begun or outputs.others:
