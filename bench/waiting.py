@@ -86,7 +86,7 @@ class Crowd:
         self._ranks = _Ranks()
         config = ServeConfig()
         scheduler = replace(config.scheduler, max_num_seqs=ROWS, max_waiting=num_waiting)
-        links = ReplicaLinks(lambda identity, packet: None, lambda message: None, set)
+        links = ReplicaLinks(lambda identity, packet: True, lambda message: None)
         self._now = 0.0
         self._number = 0
         config = replace(config, scheduler=scheduler)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import zmq
 
 from novainfer.config import ServeConfig, ServerConfig
-from novainfer.engine.outbox import Outbox
 from novainfer.engine.replica import Replica, ReplicaLinks
 from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.link import Packet, packets_in
@@ -47,9 +46,7 @@ class OracleGroup(OracleExecutor):
 def make_replica(group: OracleGroup, to_gateway: Callable[[bytes, Packet], bool], grace: float, now: float) -> Replica:
     """`grace`: seconds that an orphan is kept. `to_gateway`: False if that gateway cannot be reached."""
     config = ServeConfig(server=ServerConfig(orphan_grace=grace))
-    outbox = Outbox(to_gateway)
-    links = ReplicaLinks(outbox.put, lambda report: None, outbox.flush)
-    return Replica(config, group, links, number=0, epoch=1, now=now)
+    return Replica(config, group, ReplicaLinks(to_gateway, lambda report: None), number=0, epoch=1, now=now)
 
 
 class ReplicaThread(ServingThread):

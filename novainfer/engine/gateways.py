@@ -63,15 +63,14 @@ class Owners(dict[str, bytes]):
 class GatewayLink:
     """One link to one gateway process.
 
-    send: one packet to it.   is_reachable: False once its owner has found otherwise.
-    heard_at: seconds on the caller's clock.
+    send: one packet to it; False if it cannot be reached.   heard_at: seconds on the caller's clock.
     window: packets that may be ahead of what was taken.   origin: as in `Packet`.
     live, untold: by id, the gateway's requests that have not ended; streams that have, but are still being read.
     """
 
     def __init__(
         self,
-        send: Callable[[Packet], None],
+        send: Callable[[Packet], bool],
         *,
         gateway_id: str,
         link: int,
@@ -140,7 +139,8 @@ class GatewayLink:
         return self._num_sent - self._num_acknowledged < self._window
 
     def _send(self, message: object) -> None:
-        self._send_packet(Packet(self.link, self._num_sent, message, self._origin))
+        packet = Packet(self.link, self._num_sent, message, self._origin)
+        self.is_reachable = self._send_packet(packet) and self.is_reachable
         self._num_sent += 1
 
 

@@ -48,13 +48,10 @@ GATEWAY_PATIENCE = 15.0  # seconds; a gateway speaks four times a second
 
 @dataclass(frozen=True)
 class ReplicaLinks:
-    """Ways out. to_gateway(socket identity, packet): it is for that gateway. flush: send what is for gateways; returns
-    the socket identities of those that could not be reached.
-    """
+    """Ways out. to_gateway(socket identity, packet): False if that gateway cannot be reached."""
 
-    to_gateway: Callable[[bytes, Packet], None]
+    to_gateway: Callable[[bytes, Packet], bool]
     to_supervisor: Callable[[object], None]
-    flush: Callable[[], set[bytes]]
 
 
 class Replica:
@@ -99,7 +96,6 @@ class Replica:
         moved = self._advance(now)
         if now >= self._next_stats:
             self._publish_stats(now)
-        self._flush()
         self._drop_gateways(now)
         return moved
 
@@ -137,18 +133,15 @@ class Replica:
         return True
 
     def _publish_and_go_on(self, engine: EngineCore, outputs: StepOutputs) -> None:
-        """The next plan is sent first, except before a first token, an end, or tokens with more to tell: a gateway that
-        hears of many tokens takes the processor, and leaves cold caches behind. The tokens are packed before it, and
-        sent whatever becomes of the ranks.
-        """
-        self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
-        if outputs.plain.begun or outputs.others:
-            self._flush()
-        engine.submit()
-
-    def _flush(self) -> None:
-        for identity in self._links.flush() & self._gateways.keys():
-            self._gateways[identity].is_reachable = False
+        """The next plan goes first, except before a first token, an end, or tokens with more to tell."""
+        is_urgent = outputs.plain.begun or outputs.others
+        try:
+            if not is_urgent:  # a gateway that hears of many tokens takes the processor, and leaves cold caches behind
+                engine.submit()
+        finally:  # whatever becomes of the ranks: to the scheduler these tokens are told
+            self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
+        if is_urgent:
+            engine.submit()
 
     def _try_start(self) -> bool:
         info = self._executor.try_ready()

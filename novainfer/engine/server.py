@@ -1,7 +1,7 @@
 """The scheduler process: one thread and its sockets around a `Replica`.
 
-Each turn of the loop: receive messages, submit plans; for each result that is there: apply it, pack one batch per
-gateway, submit the next plan. Then the batches are sent (before the plan if they have first tokens or ends).
+Each turn of the loop: receive messages, submit plans; for each result that is there: apply it, submit the next plan,
+publish one batch per gateway (which goes first if it has first tokens or ends).
 `python -m novainfer.engine.server --run-dir DIR --replica N --epoch E --group G`
 """
 
@@ -14,19 +14,17 @@ import os
 import signal
 import socket
 import time
-from contextlib import suppress
 from typing import Any
 
 import zmq
 from setproctitle import setproctitle
 
 from novainfer.config import ServeConfig
-from novainfer.engine.outbox import Outbox
 from novainfer.engine.replica import Replica, ReplicaLinks
 from novainfer.errors import ConfigError, ProtocolError
 from novainfer.executor.zmq_executor import ZmqExecutor
 from novainfer.logs import configure
-from novainfer.protocol.link import BEAT_SECONDS, packets_in
+from novainfer.protocol.link import BEAT_SECONDS, Packet, packets_in
 from novainfer.protocol.supervision import FIRST_EPOCH, ORDERS_SCHEMA, ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildStarted
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import (
@@ -61,11 +59,9 @@ class SchedulerServer:
             context=self._context,
         )
         self._executor.expect(epoch, group=group)
-        outbox = self._outbox = Outbox(self._send)
         self._orders = bind_pull(self._context, run_dir.orders(replica))
         self._supervisor = connect_push(self._context, run_dir.supervisor())
-        # Packed at once: what a message is made of goes on to change.
-        links = ReplicaLinks(lambda identity, packet: outbox.put(identity, packet.frames()), self._report, outbox.flush)
+        links = ReplicaLinks(self._send, self._report)
         self._replica = Replica(config, self._executor.group, links, number=replica, epoch=epoch, now=time.monotonic())
         self._started = ChildStarted(ROLE_SCHEDULER, replica, os.getpid(), epoch=epoch)
         self._wake_r, self._wake_w = socket.socketpair()
@@ -90,8 +86,6 @@ class SchedulerServer:
                 self._receive(0.0 if busy else BEAT_SECONDS)
                 busy = self._replica.turn(time.monotonic())
         finally:
-            with suppress(zmq.ZMQError):
-                self._outbox.flush()
             self._executor.close()
             self._orders.close()
             self._supervisor.close()
@@ -130,9 +124,9 @@ class SchedulerServer:
         except ProtocolError as error:
             logger.warning("dropped what is not the supervisor's order: %s", error)
 
-    def _send(self, identity: bytes, frames: list[bytes]) -> bool:
+    def _send(self, identity: bytes, packet: Packet) -> bool:
         try:
-            send_frames(self._gateway_socket, (identity, *frames))
+            send_frames(self._gateway_socket, (identity, *packet.frames()))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

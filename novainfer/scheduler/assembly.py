@@ -22,9 +22,10 @@ _CROWDED_PART = 1 / 4
 _SMALLEST_PART = 1 / 16
 # A long step in which a prompt ends gets no more prompts once this part of it is full.
 _ENDING_PART = 1 / 4
-# Beside decodes prompts get no more tokens than make a step so long, for so long other streams stand still; but at
-# least the other part of a full step.
+# Beside decodes prompts get no more tokens than make a step so long, for so long other streams stand still, or so many
+# times as long as one of the decodes alone; but at least the other part of a full step.
 _PAUSE_SECONDS = 0.2
+_PAUSE_STEPS = 4
 _LEAST_BESIDE = 1 / 8
 
 
@@ -284,7 +285,8 @@ class StepAssembly:
             return self._max_tokens
         count = batch.num_decodes + sum(batch.drafts.values())
         context = batch.steady_context + sum([s.num_computed_tokens for s in batch.decodes if not s.joined])
-        affordable = self._pace.more_tokens(_PAUSE_SECONDS, count, context)
+        seconds = max(_PAUSE_SECONDS, _PAUSE_STEPS * self._pace.step_seconds(count, context))
+        affordable = self._pace.more_tokens(seconds, count, context)
         return int(min(max(affordable, _LEAST_BESIDE * self._max_tokens, 1), self._max_tokens))
 
     def _chunk_room(self, name: str) -> int:

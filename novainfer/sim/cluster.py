@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from novainfer.engine.outbox import Outbox
 from novainfer.engine.replica import ReplicaLinks
 from novainfer.protocol.link import Packet
 from novainfer.protocol.step import WORKER_SCHEMA
@@ -46,8 +45,7 @@ class Cluster:
         """A scheduler process that has bound its sockets."""
         executor = SimExecutor(send_to(self._to_rank), world_size=self.scenario.group.world_size, epoch=epoch)
         executor.expect(epoch, group=group)
-        outbox = Outbox(self._to_gateway)
-        links = ReplicaLinks(outbox.put, self.reports.send, outbox.flush)
+        links = ReplicaLinks(self._to_gateway, self.reports.send)
         self.world.note(f"scheduler.{epoch} starts with group {group}")
         self.scheduler = SimScheduler(
             self.world, self.scenario.config, executor, links, epoch=epoch, window=self.scenario.window

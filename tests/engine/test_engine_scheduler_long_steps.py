@@ -84,6 +84,16 @@ def test_given_a_stream_when_a_prompt_comes_then_its_chunks_do_not_make_the_stre
     assert chunks[:-1] == [pytest.approx(beside, abs=1)] * (len(chunks) - 1), "but for what is learnt inexactly"
 
 
+def test_given_many_streams_with_long_steps_when_a_prompt_comes_then_a_step_is_four_times_as_long_at_most() -> None:
+    driver = driver_with(0.01)
+    for number in range(8):
+        driver.add(f"s{number}", prompt_of(4, number), max_tokens=60)
+    while not all(driver.streams[f"s{number}", 0] for number in range(8)):
+        driver.step()
+    (first, *_) = plans_of(driver, [3 * BUDGET])
+    assert sum(first) == pytest.approx(4 * 8 - 8, abs=1)
+
+
 @pytest.mark.parametrize("special", [None, 0])
 def test_given_long_contexts_when_a_prompt_comes_then_each_counts_once_whatever_its_stream_is_told(
     special: int | None,
@@ -92,14 +102,14 @@ def test_given_long_contexts_when_a_prompt_comes_then_each_counts_once_whatever_
     scheduler, rng = driver.engine.scheduler, random.Random(7)
     for _ in range(400):
         tokens, context = rng.randrange(1, 50), rng.randrange(1, 600)
-        scheduler._drafting.pace.observe(0.004 * tokens + 0.0004 * context, tokens, context)
+        scheduler._drafting.pace.observe(0.004 * tokens + 0.00015 * context, tokens, context)
     for number in range(4):
         driver.add(f"s{number}", prompt_of(40, number), max_tokens=60, logprobs=special if number == 3 else None)
     while not all(driver.streams[f"s{number}", 0] for number in range(4)):
         driver.step()
     context = sum(scheduler._rows.cohort.num_computed(sequence) for sequence in scheduler.running)
     ((chunk,), *_) = plans_of(driver, [BUDGET])
-    assert chunk == pytest.approx((0.2 - 0.0004 * (context + 4) - 0.004 * 4) / 0.004, abs=2)
+    assert chunk == pytest.approx((0.2 - 0.00015 * (context + 4) - 0.004 * 4) / 0.004, abs=2)
 
 
 def test_given_a_stream_and_slow_small_steps_when_a_prompt_comes_then_it_gets_on() -> None:

@@ -100,10 +100,12 @@ class Sent:
 
     def __init__(self, window: int = 2) -> None:
         self.packets: list[Packet] = []
+        self.is_there = True
         self.link = GatewayLink(self._send, gateway_id="g", link=5, now=0.0, window=window)
 
-    def _send(self, packet: Packet) -> None:
+    def _send(self, packet: Packet) -> bool:
         self.packets.append(packet)
+        return self.is_there
 
     def messages(self) -> list[object]:
         taken, self.packets = self.packets, []
@@ -166,6 +168,15 @@ def test_given_an_older_acknowledgement_when_it_comes_late_then_credit_does_not_
     sent.link.say(batch(0, 4))
     sent.link.say(batch(1, 5))
     assert len(sent.packets) == 4
+
+
+def test_given_a_peer_that_cannot_be_reached_once_when_it_can_again_then_the_link_stays_unreachable() -> None:
+    sent = Sent(window=9)
+    sent.is_there = False
+    sent.link.say(READY)
+    sent.is_there = True
+    sent.link.say(READY)
+    assert not sent.link.is_reachable
 
 
 def test_given_a_stream_that_has_ended_when_its_reader_has_all_then_it_is_not_kept() -> None:

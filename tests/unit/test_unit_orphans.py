@@ -112,7 +112,6 @@ class Scheduler:
             number = self._numbers.get(gateway, 0)
             self._numbers[gateway] = number + 1
             self._replica.handle(gateway, Packet(1, number, item), self.now)
-        self._replica._flush()
 
     def heard(self, gateway: bytes, kind: type) -> list[object]:
         """What of this kind was said to it; all else is forgotten."""
