@@ -51,7 +51,8 @@ def per_engine(name: str) -> tuple[tuple[str, str], ...]:
     return ((f"sum by (engine) (novainfer_{name}{{{ENGINE}}})", "engine {{engine}}"),)
 
 
-ERRORS = 'status=~"5.."'
+API = 'handler=~"/v1/.*"'  # what clients ask; probes of a server that loads hear 503, and scrapes 200
+ERRORS = f'{API},status=~"5.."'
 OVERVIEW = (
     Panel(
         "Requests", "reqps", "Generations that ended, by how.", ((rate("requests_ended", by="outcome"), "{{outcome}}"),)
@@ -100,8 +101,8 @@ OVERVIEW = (
     Panel(
         "Errors",
         "percentunit",
-        "Answers that say 5xx, of all.",
-        ((f"({rate('http_requests', ERRORS)} or vector(0)) / {rate('http_requests')}", "5xx"),),
+        "Answers of the API that say 5xx, of all.",
+        ((f"({rate('http_requests', ERRORS)} or vector(0)) / {rate('http_requests', API)}", "5xx"),),
     ),
     Panel(
         "Refused",

@@ -252,7 +252,11 @@ class Generation:
             found = next(known, None) if number else None
             entry = None if found is None else describe_logprobs(self.tokenizer, found, offset)
             yield describe_token(self.tokenizer, token_id), offset, entry
-            offset += len(detokenizer.feed((token_id,)))
+            if token_id in self.tokenizer.special_ids:  # without text, unless the prompt's text spells it
+                spelled = self.tokenizer.token(token_id) or ""
+                offset += len(spelled) if prompt.echo.startswith(spelled, offset) else 0
+            else:
+                offset += len(detokenizer.feed((token_id,)))
 
     def usage(self) -> dict[str, Any]:
         """Counts so far: sampled ids, whether or not they became text."""

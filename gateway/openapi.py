@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from gateway.auth import OPEN_PATHS
 from gateway.openapi_schemas import ANSWERS, STATE, ModelBounds, complete_bodies
-from gateway.routes.endpoint import RECEIPT_HEADER, Handler
+from gateway.routes.endpoint import RECEIPT_HEADER, Handler, plain_path
 from gateway.schemas import ChatRequest, CompletionRequest
 
 _REF = "#/components/schemas/{model}"
@@ -47,7 +47,7 @@ def describe(routes: Iterable[RouteSpec], bounds: ModelBounds, *, title: str, ve
     paths: dict[str, Any] = {}
     named = set()
     for spec in table:
-        operation = paths.setdefault(_plain(spec.path), {})[spec.method.lower()] = _operation(spec)
+        operation = paths.setdefault(plain_path(spec.path), {})[spec.method.lower()] = _operation(spec)
         if spec.handler in named:  # it answers several paths, but an operation's id is its own
             operation["operationId"] += spec.path.replace("/", "_")
         named.add(spec.handler)
@@ -98,8 +98,3 @@ def _operation(spec: RouteSpec) -> dict[str, Any]:
 
 def _json(schema: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": _REF.format(model=schema)}}}
-
-
-def _plain(path: str) -> str:
-    """`{model_id:path}` is `{model_id}` to OpenAPI."""
-    return re.sub(r"{(\w+):\w+}", r"{\1}", path)

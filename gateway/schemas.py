@@ -163,7 +163,7 @@ class TokenizeRequest(_Body):
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # by default, where no message is to be continued
     continue_final_message: bool = False
     chat_template_kwargs: TemplateKwargs = _empty(dict)
     tools: Tools = _empty(list)

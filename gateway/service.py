@@ -84,7 +84,9 @@ class GatewayService:
 
         model = config.model
         folder = resolve_checkpoint(model.tokenizer or model.model, revision=model.revision)
-        self.text = TextProcesses(folder, model.chat_template, index=index, count=self.metrics.text_process_lost)
+        self.text = TextProcesses(
+            folder, model.chat_template, index=index, count=self.metrics.text_process_lost, is_shared=is_shared
+        )
         try:
             self.tokenizer = Tokenizer.load(folder)
             known_ids = vocab_size(resolve_checkpoint(model.model, revision=model.revision))

@@ -1,7 +1,7 @@
 """The gateway's end of its text processes (see `text_child`): it starts them, gives them jobs, and kills the slow ones.
 
-There are two lanes, each with one process and one job at a time, so that short requests never wait for long ones. Runs
-on the event loop; knows nothing of HTTP.
+There are two lanes, each with one process and one job at a time, so that short requests never wait for long ones; in a
+lane it is the tenants' turns one after the other. Runs on the event loop; knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
+from gateway.fair_lock import FairLock
 from gateway.text_jobs import (
     LENGTH,
     TEXT_SCHEMA,
@@ -40,6 +40,7 @@ from novainfer.errors import (
 )
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
 from novainfer.text.chat_template import RENDER_SECONDS
+from novainfer.transport.processes import cpu_seconds, is_stopped_by_signal
 from novainfer.transport.zygote import ZygoteProcess
 
 log = logging.getLogger(__name__)
@@ -61,16 +62,25 @@ class TextProcesses:
     """The zygote and the lanes of one gateway.
 
     folder: the tokenizer's.   count: told why a text process was lost, in one word: 'time', 'unwanted', 'died'.
+    is_shared: there are several tenants, of which none may hold more than half of what a lane may.
     """
 
-    def __init__(self, folder: Path, chat_template: str | None, *, index: int, count: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        chat_template: str | None,
+        *,
+        index: int,
+        count: Callable[[str], None],
+        is_shared: bool = False,
+    ) -> None:
         """Starts the zygote; does not wait for it. In the end call `close`."""
         arguments = ["--index", str(index), "--tokenizer", str(folder)]
         if chat_template is not None:
             arguments += ["--chat-template", chat_template]
         # One thread: it shall fork. (The tokenizers library starts some where it may.)
         self._zygote = ZygoteProcess("gateway.text_child", arguments, {"TOKENIZERS_PARALLELISM": "false"})
-        self._lanes = [Lane(self._zygote, count, is_long=is_long) for is_long in _LANES]
+        self._lanes = [Lane(self._zygote, count, is_long=is_long, is_shared=is_shared) for is_long in _LANES]
 
     @property
     def zygote_pid(self) -> int:
@@ -91,9 +101,11 @@ class TextProcesses:
         for lane in self._lanes:
             lane.prepare()
 
-    def submit(self, job: Job, *, is_long: bool) -> Turn:
-        """Put it into its lane. Raises `InvalidRequestError` if it is too large, `OverloadedError` if its lane is."""
-        return self._lanes[is_long].submit(job)
+    def submit(self, job: Job, tenant: str, *, is_long: bool) -> Turn:
+        """Put it into its lane. Raises `InvalidRequestError` if it is too large, `OverloadedError` if its lane is full,
+        or the tenant's part of it.
+        """
+        return self._lanes[is_long].submit(job, tenant)
 
     def close(self) -> None:
         """End all processes, at once. Idempotent."""
@@ -109,8 +121,9 @@ class Turn:
     `EngineError`.
     """
 
-    def __init__(self, lane: Lane, job: Job) -> None:
+    def __init__(self, lane: Lane, job: Job, tenant: str) -> None:
         self.param = job.param
+        self.tenant = tenant
         self.is_chat = isinstance(job, RenderJob)
         self.is_rendering = False
         self.is_unwanted = False
@@ -124,10 +137,10 @@ class Turn:
             self.frame = to_frame(job)
         except ProtocolError:
             raise InvalidRequestError("The text of this request is too large.", param=job.param) from None
-        lane.hold(len(self.frame))
+        lane.hold(tenant, len(self.frame))
         self.task = asyncio.ensure_future(lane.run(self))
         self.task.add_done_callback(_look_at)
-        self.task.add_done_callback(lambda _: lane.let_go(len(self.frame)))
+        self.task.add_done_callback(lambda _: lane.let_go(tenant, len(self.frame)))
 
     def abandon(self) -> None:
         """Nobody waits for it any more."""
@@ -151,19 +164,21 @@ def _look_at(task: asyncio.Task[list[bytes]]) -> None:
 
 
 class Lane:
-    """One text process and the jobs for it, first come, first served. A process that is lost is replaced at once.
+    """One text process and the jobs for it, the tenants' in turns. A process that is lost is replaced at once.
 
     turn: the one that it is at.   num_bytes: of all jobs that are here.
     """
 
-    def __init__(self, zygote: ZygoteProcess, count: Callable[[str], None], *, is_long: bool) -> None:
+    def __init__(self, zygote: ZygoteProcess, count: Callable[[str], None], *, is_long: bool, is_shared: bool) -> None:
         self.turn: Turn | None = None
         self.num_bytes = 0
+        self._is_shared = is_shared
+        self._bytes_of: Counter[str] = Counter()  # tenants that have any
         self._number = int(is_long)
         self._is_long = is_long
         self._zygote = zygote
         self._count = count
-        self._lock = asyncio.Lock()
+        self._lock = FairLock()
         self._socket: socket.socket | None = None
         self._is_ready = False  # the process has said so
         self._pid = 0
@@ -177,50 +192,58 @@ class Lane:
         self._socket = self._zygote.fork(self._number)
         self._socket.setblocking(False)
 
-    def submit(self, job: Job) -> Turn:
-        """Put a job behind those that are there. See `TextProcesses.submit`."""
-        return Turn(self, job)
+    def submit(self, job: Job, tenant: str) -> Turn:
+        """Put a job behind those of the tenant that are there. See `TextProcesses.submit`."""
+        return Turn(self, job, tenant)
 
-    def hold(self, count: int) -> None:
-        """Have so many bytes more here. Raises `OverloadedError` where there is no room."""
+    def hold(self, tenant: str, count: int) -> None:
+        """Have so many bytes more here. Raises `OverloadedError` where there is no room, or the tenant has its part."""
         if self.num_bytes + count > MAX_HELD_BYTES:
             raise OverloadedError("Too much text waits to be prepared. Please retry later.", retry_after=RETRY_SECONDS)
+        if self._is_shared and self._bytes_of[tenant] + count > MAX_HELD_BYTES // 2:
+            words = "Too much text of this API key waits to be prepared. Please retry later."
+            raise OverloadedError(words, retry_after=RETRY_SECONDS, status=429)
         self.num_bytes += count
+        self._bytes_of[tenant] += count
 
-    def let_go(self, count: int) -> None:
+    def let_go(self, tenant: str, count: int) -> None:
         """Of bytes that were held: their job is over."""
         self.num_bytes -= count
+        self._bytes_of[tenant] -= count
+        if not self._bytes_of[tenant]:
+            del self._bytes_of[tenant]
 
     def close(self) -> None:
         """No more jobs. One that is being done ends with an error."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-            if not self._lock.locked():
+            if not self._lock.is_locked:
                 self._drop()
 
     async def run(self, turn: Turn) -> list[bytes]:
         """What a turn's task does."""
-        async with self._lock:
-            self.turn = turn
-            try:
-                for _ in range(JOB_ATTEMPTS):
-                    connection = await self._connected()
-                    try:
-                        return await self._exchange(connection, turn)
-                    except (OSError, EOFError, ProtocolError):
-                        why, error = turn.verdict or ("died", None)
-                        self._lose(why)
-                        if error is not None:
-                            raise error from None
-                    finally:
-                        turn.stop_timer()
-                        turn.began = 0.0
-            except asyncio.CancelledError:
-                self._drop()  # half a message may have been read
-                raise
-            finally:
-                self.turn = None
+        await self._lock.acquire(turn.tenant)
+        self.turn = turn
+        try:
+            for _ in range(JOB_ATTEMPTS):
+                connection = await self._connected()
+                try:
+                    return await self._exchange(connection, turn)
+                except (OSError, EOFError, ProtocolError):
+                    why, error = turn.verdict or ("died", None)
+                    self._lose(why)
+                    if error is not None:
+                        raise error from None
+                finally:
+                    turn.stop_timer()
+                    turn.began = 0.0
+        except asyncio.CancelledError:
+            self._drop()  # half a message may have been read
+            raise
+        finally:
+            self.turn = None
+            self._lock.release()
         text = "The text of this request could not be prepared: the process that was to do it died."
         raise InvalidRequestError(text, param=turn.param)
 
@@ -298,7 +321,7 @@ class Lane:
         late = DeadlineError(f"The prompt took more than {JOB_LIMIT:g} s to prepare.")
         if turn.is_unwanted and seconds >= UNWANTED_LIMIT:
             return "unwanted", late
-        if seconds >= STOPPED_LIMIT and _is_stopped(self._pid):
+        if seconds >= STOPPED_LIMIT and is_stopped_by_signal(self._pid):
             return "died", None
         if turn.is_rendering and self._renders_too_long(turn, seconds):
             return "time", InvalidRequestError("The chat template took too long.", param=turn.param)
@@ -309,7 +332,7 @@ class Lane:
 
         Where CPU time cannot be known, by the clock.
         """
-        used = _cpu_seconds(self._pid)
+        used = cpu_seconds(self._pid)
         if turn.cpu_seconds is None:
             turn.cpu_seconds = used
         if used is None or turn.cpu_seconds is None:
@@ -330,23 +353,6 @@ class Lane:
         if self._socket is not None:
             self._socket.close()
         self._socket, self._is_ready = None, False
-
-
-def _is_stopped(pid: int) -> bool:
-    """A signal keeps the process from running (state T)."""
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    except (psutil.Error, OSError):
-        return False
-
-
-def _cpu_seconds(pid: int) -> float | None:
-    """CPU time that the process has had; None if that cannot be known."""
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except (psutil.Error, OSError):
-        return None
-    return float(times.user + times.system)
 
 
 def _is_quiet(connection: socket.socket) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from starlette.types import ASGIApp
-
 from gateway.routes.endpoint import Call
 from gateway.routes.generate import generate
 from gateway.schemas import ROLES, ChatRequest, TokenizeRequest
@@ -14,7 +12,7 @@ from gateway.text_jobs import RenderJob
 from novainfer.errors import InvalidRequestError
 
 
-async def chat_completions(call: Call) -> ASGIApp | None:
+async def chat_completions(call: Call) -> None:
     """Answer a chat, whole or as a stream."""
     service = call.service
     call.limit_time()
@@ -24,7 +22,7 @@ async def chat_completions(call: Call) -> ASGIApp | None:
     refuse_unsupported(request)
     with service.admit_generation(call.info, request, 1):
         (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
-        return await generate(call, request, [(token_ids, "")], headers, model=model, wants_receipt=wants_receipt)
+        await generate(call, request, [(token_ids, "")], headers, model=model, wants_receipt=wants_receipt)
 
 
 def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> RenderJob:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import cast
 
-from starlette.types import ASGIApp
-
 from gateway.routes.endpoint import Call
 from gateway.routes.generate import generate
 from gateway.schemas import MAX_PROMPTS, CompletionRequest
@@ -15,7 +13,7 @@ from novainfer.errors import InvalidRequestError
 Prompt = str | list[int]
 
 
-async def completions(call: Call) -> ASGIApp | None:
+async def completions(call: Call) -> None:
     """Continue one or several prompts, whole or as a stream."""
     service = call.service
     call.limit_time()
@@ -25,7 +23,7 @@ async def completions(call: Call) -> ASGIApp | None:
     prompts = split_prompts(request.prompt)
     with service.admit_generation(call.info, request, len(prompts)):
         encoded = await _encode(call, request, prompts)
-        return await generate(call, request, encoded, headers, model=model, wants_receipt=wants_receipt)
+        await generate(call, request, encoded, headers, model=model, wants_receipt=wants_receipt)
 
 
 def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:

@@ -49,6 +49,10 @@ class Call:
         params: Mapping[str, str] = self.scope["path_params"]
         return params
 
+    async def answer(self, response: ASGIApp) -> None:
+        """Send it. To do so while what was admitted is held keeps answers that nobody reads from piling up."""
+        await response(self.scope, self.receive, self.send)
+
     async def parse(self, kind: type[Body]) -> tuple[Body, dict[str, str]]:
         """The body as `kind`, and the headers that name what in it was ignored.
 
@@ -103,7 +107,7 @@ class Call:
         is over before, and `ClientGone`.
         """
         info = self.info
-        turn = self.service.text.submit(job, is_long=info.body_bytes > LONG_BODY)
+        turn = self.service.text.submit(job, info.tenant, is_long=info.body_bytes > LONG_BODY)
         seconds = None if info.time_limit == math.inf else max(info.time_left, 0.0)
         with self.client_leaves() as gone:
             try:
@@ -138,7 +142,7 @@ class Endpoint:
 
     def __init__(self, service: GatewayService, path: str, handler: Handler) -> None:
         self._service = service
-        self._path = path
+        self._path = plain_path(path)  # as metrics name it
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,6 +158,11 @@ class Endpoint:
             response = to_api_error(error, info.request_id).response()
         if response is not None:
             await response(scope, receive, send)
+
+
+def plain_path(path: str) -> str:
+    """`{model_id:path}`, which may hold slashes, is `{model_id}` to OpenAPI and to metrics."""
+    return re.sub(r"{(\w+):\w+}", r"{\1}", path)
 
 
 def route(service: GatewayService, method: str, path: str, handler: Handler) -> Route:

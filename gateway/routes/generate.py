@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp
-
 from gateway.answers import ChatAnswer, CompletionAnswer, chunks_of
 from gateway.routes.endpoint import MODE_HEADER, Call
 from gateway.schemas import ChatRequest, CompletionRequest
@@ -21,7 +19,7 @@ async def generate(
     *,
     model: str,
     wants_receipt: bool,
-) -> ASGIApp | None:
+) -> None:
     """Answer with what follows the prompts, given as (token ids, text to echo). Raises what `service.start` raises.
 
     model: the name that the client used.
@@ -36,8 +34,8 @@ async def generate(
         if request.stream:
             chunks = chunks_of(generation, record, receipts)
             response = SseResponse(generation, chunks, chunks.last, headers, service.config.server.client_stall_timeout)
-            await response(call.scope, call.receive, call.send)
-            return None
+            await call.answer(response)
+            return
         generation.watch(call.receive)
         answer: ChatAnswer | CompletionAnswer
         if isinstance(request, ChatRequest):
@@ -45,4 +43,5 @@ async def generate(
         else:
             answer = CompletionAnswer(generation, record, request)
         wholes = await generation.collect(answer.describe)
-        return await SlicedResponse.of(await answer.write(wholes, receipts), headers)
+        whole = await SlicedResponse.of(await answer.write(wholes, receipts), headers)
+    await call.answer(whole)

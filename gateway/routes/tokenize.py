@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from starlette.types import ASGIApp
-
 from gateway.routes.chat import chat_job, refuse_tool_choice
 from gateway.routes.endpoint import Call
 from gateway.schemas import DetokenizeRequest, TokenizeRequest
@@ -16,7 +14,7 @@ from novainfer.errors import InvalidRequestError
 PART_IDS = 2048  # that are written at once
 
 
-async def tokenize(call: Call) -> ASGIApp:
+async def tokenize(call: Call) -> None:
     """Token ids of a text or of a rendered chat."""
     service = call.service
     request, headers = await call.parse(TokenizeRequest)
@@ -38,7 +36,7 @@ async def tokenize(call: Call) -> ASGIApp:
             "tokens": await write_each(ids, int),
             "token_strs": await write_each(ids, service.tokenizer.token) if request.return_token_strs else None,
         }
-        return await SlicedResponse.of(write_object(answer), headers)
+        await call.answer(await SlicedResponse.of(write_object(answer), headers))
 
 
 async def write_each(ids: memoryview, told: Callable[[int], int | str | None]) -> Written:
@@ -53,7 +51,7 @@ async def write_each(ids: memoryview, told: Callable[[int], int | str | None]) -
     return written
 
 
-async def detokenize(call: Call) -> ASGIApp:
+async def detokenize(call: Call) -> None:
     """Text of token ids, special tokens included. Those that the model has beyond its tokenizer have none."""
     service = call.service
     request, headers = await call.parse(DetokenizeRequest)
@@ -62,7 +60,7 @@ async def detokenize(call: Call) -> ASGIApp:
         raise InvalidRequestError("tokens holds an id that neither the model nor its tokenizer has.", param="tokens")
     with service.admit(call.info):
         (text,) = await call.decode(DecodeJob("tokens", [pack_ids(request.tokens)], skip_special_tokens=False))
-        return await SlicedResponse.of(write_object({"prompt": await _write_text(text)}), headers)
+        await call.answer(await SlicedResponse.of(write_object({"prompt": await _write_text(text)}), headers))
 
 
 async def _write_text(text: str) -> Written:

@@ -64,8 +64,12 @@ def runs_here(name: str) -> bool:
 def library_path(name: str) -> Path:
     """The library of an instruction set (or the probe), built now if it was not before. Raises NativeBuildError.
 
-    Safe in many processes at once: one compiles, the others wait for it.
+    Safe in many processes at once: one compiles, the others wait for it. One that lies in $NOVAINFER_KERNEL_DIR, which
+    is only read, is taken as it is.
     """
+    built = os.environ.get("NOVAINFER_KERNEL_DIR")
+    if built and (library := Path(built) / build_key() / f"libnova-{name}.so").exists():
+        return library
     folder = cache_dir() / "native" / build_key()
     library = folder / f"libnova-{name}.so"
     if library.exists():

@@ -25,7 +25,14 @@ from novainfer.errors import ConfigError, ProtocolError
 from novainfer.executor.zmq_executor import ZmqExecutor
 from novainfer.logs import configure
 from novainfer.protocol.link import BEAT_SECONDS, Packet, packets_in
-from novainfer.protocol.supervision import FIRST_EPOCH, ORDERS_SCHEMA, ROLE_SCHEDULER, SUPERVISOR_SCHEMA, ChildStarted
+from novainfer.protocol.supervision import (
+    FIRST_EPOCH,
+    ORDERS_SCHEMA,
+    ROLE_SCHEDULER,
+    SUPERVISOR_SCHEMA,
+    ChildStarted,
+    Stopping,
+)
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import (
     bind_pull,
@@ -70,6 +77,7 @@ class SchedulerServer:
         sources = (self._orders, self._gateway_socket, self._executor.socket, self._wake_r.fileno())
         self._sources: list[tuple[Any, int]] = [(source, int(zmq.POLLIN)) for source in sources]
         self._stopping = False
+        self._is_last = False  # the whole server stops, and nobody comes after us
 
     def run(self) -> None:
         """Serve until SIGTERM."""
@@ -86,7 +94,7 @@ class SchedulerServer:
                 self._receive(0.0 if busy else BEAT_SECONDS)
                 busy = self._replica.turn(time.monotonic())
         finally:
-            self._executor.close()
+            self._executor.close(ends_ranks=self._is_last)
             self._orders.close()
             self._supervisor.close()
             self._gateway_socket.close(linger=500)
@@ -120,7 +128,11 @@ class SchedulerServer:
 
     def _take_order(self) -> None:
         try:
-            self._replica.obey(ORDERS_SCHEMA.decode(self._orders.recv()))
+            order = ORDERS_SCHEMA.decode(self._orders.recv())
+            if isinstance(order, Stopping):
+                self._is_last = True
+            else:
+                self._replica.obey(order)
         except ProtocolError as error:
             logger.warning("dropped what is not the supervisor's order: %s", error)
 

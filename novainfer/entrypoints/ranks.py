@@ -10,7 +10,7 @@ import logging
 import os
 import select
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -43,9 +43,22 @@ def hold_rank(rank: ChildState) -> int | None:
     return process_file
 
 
+def let_go(rank: ChildState, unwatch: Callable[[int], None]) -> None:
+    """Undo `hold_rank`. unwatch: takes its `process_file`, and closes it."""
+    if rank.process_file is not None:
+        unwatch(rank.process_file)
+        rank.process_file = None
+
+
 def dead_ranks(ranks: Sequence[ChildState]) -> list[ChildState]:
     """Those that we hold and that have died."""
     return [rank for rank in ranks if rank.process_file is not None and _is_dead(rank.process_file, 0)]
+
+
+def death_of(ranks: Sequence[ChildState]) -> str:
+    """Of these, in words."""
+    names = ", ".join(f"{rank.name} (pid {rank.pid})" for rank in ranks)
+    return f"{names} {'has' if len(ranks) == 1 else 'have'} died"
 
 
 def kill_ranks(ranks: Sequence[ChildState]) -> None:

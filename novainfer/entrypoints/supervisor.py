@@ -26,7 +26,7 @@ from novainfer.entrypoints.children import (
 from novainfer.entrypoints.fingerprints import Fingerprints
 from novainfer.entrypoints.launch import Launch, standard_launch
 from novainfer.entrypoints.progress import Progress, StartProgress, exit_status
-from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, hold_rank, kill_ranks
+from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, death_of, hold_rank, kill_ranks, let_go
 from novainfer.entrypoints.replacements import Replacements
 from novainfer.entrypoints.standby import Standbys
 from novainfer.entrypoints.vitals import Pulse, Watch, heard, take_pulse
@@ -42,6 +42,7 @@ from novainfer.protocol.supervision import (
     ChildReady,
     ChildStarted,
     LoadProgress,
+    Stopping,
     WorkersFault,
     WorkersLost,
 )
@@ -199,10 +200,12 @@ class Supervisor:
                 self._lose_workers(words)
         for child in self.table.reap():
             self._note_exit(child)
-        for rank in dead_ranks([rank for rank in self.table.of(ROLE_WORKER) if rank.phase != Phase.EXITED]):
+        dead = dead_ranks([rank for rank in self.table.of(ROLE_WORKER) if rank.phase != Phase.EXITED])
+        for rank in dead:
             rank.phase = Phase.EXITED
-            self._forget_file(rank)
-            self._lose_workers(f"{rank.name} (pid {rank.pid}) has died", patience=0.0)
+            let_go(rank, self._wakeups.unwatch)
+        if dead:  # one loss, however many of the group
+            self._lose_workers(death_of(dead), patience=0.0)
 
     def _take(self, report: object) -> None:
         try:
@@ -300,7 +303,7 @@ class Supervisor:
         if delay is None:
             return
         for rank in ranks:
-            self._forget_file(rank)
+            let_go(rank, self._wakeups.unwatch)
         self.table.renew(ROLE_WORKER, self.epoch)
         self._scheduler.epoch = self.epoch
         if self._scheduler.phase == Phase.READY:
@@ -344,11 +347,6 @@ class Supervisor:
         self.epoch += 1
         return delay
 
-    def _forget_file(self, rank: ChildState) -> None:
-        if rank.process_file is not None:
-            self._wakeups.unwatch(rank.process_file)
-            rank.process_file = None
-
     def _fail(self, words: str) -> None:
         """The server cannot go on. The first cause counts; what it drags along is only logged."""
         if self._is_stopping:
@@ -364,6 +362,7 @@ class Supervisor:
     def _stop(self) -> None:
         """Gateways drain, then the scheduler goes, then the workers. A second signal, or a fault, shortens it."""
         self._progress.stopping()
+        self._wakeups.order(Stopping(self.epoch))
         if self._phase == Phase.READY and self.fault is None:
             self._is_draining = True
             self.table.leave_out_dead(ROLE_GATEWAY)

@@ -85,11 +85,12 @@ class ZmqExecutor:
         self.hear()
         self._ranks.check()
 
-    def close(self) -> None:
-        """Tell the ranks to exit, and close the socket (idempotent)."""
+    def close(self, *, ends_ranks: bool = True) -> None:
+        """Close the socket (idempotent); before, tell the ranks to exit, unless others will work with them."""
         if self.socket.closed:
             return
-        self._ranks.tell_all(Shutdown(self._ranks.epoch))
+        if ends_ranks:
+            self._ranks.tell_all(Shutdown(self._ranks.epoch))
         self.socket.close(linger=_CLOSE_LINGER_MS)
         if self._authenticator is not None:
             self._authenticator.stop()

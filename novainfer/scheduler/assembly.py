@@ -134,7 +134,7 @@ class StepAssembly:
         self._may_have_chunks = len(wanted) < len(candidates)
         if is_plain:
             wanted = self._through_cohort(wanted)
-        self._add_decodes(self._paced(wanted), order)
+        self._add_decodes(self._affordable(self._paced(wanted)), order)
 
     def _through_cohort(self, wanted: list[Sequence]) -> list[Sequence]:
         """Who of these may join the cohort does. Returns the others, by age, and members that still lack a block: none
@@ -227,6 +227,16 @@ class StepAssembly:
         chosen = {id(s) for s in (*base, *others)}
         return [s for s in wanted if id(s) in chosen]
 
+    def _affordable(self, wanted: list[Sequence]) -> list[Sequence]:
+        """Those for whom there are tokens: all, unless the first pass has given some to prompts; else those who had
+        their last one longest ago.
+        """
+        room = max(self.batch.budget, 0)
+        if len(wanted) <= room:
+            return wanted
+        chosen = set(map(id, sorted(wanted, key=lambda s: (s.last_step, s.age))[:room]))
+        return [s for s in wanted if id(s) in chosen]
+
     def _rows_due(self, names: Set[str]) -> int:
         return sum(self._shares.rows_due(self._shares.of(name), self._rows.num_rows) for name in names)
 
@@ -234,7 +244,7 @@ class StepAssembly:
         """Prompts on their way, oldest first, the least served tenant's before. They have their blocks already."""
         if not self._may_have_chunks:
             return
-        taken = set(map(id, self.batch.chunks))
+        taken = set(map(id, (*self.batch.decodes, *self.batch.chunks)))  # one token of a prompt is like a decode
         found: dict[str, list[Sequence]] = {}
         for s in self._rows.cohort.others:
             if len(s.token_ids) + s.num_pending - s.num_computed_tokens > 1 and id(s) not in taken:

@@ -198,13 +198,14 @@ def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bo
     root = root_key(message.tenant, message.cache_salt)
     may_draft = may_draft and not params.penalises
     use_cache = message.use_prefix_cache and params.prompt_logprobs is None
+    prompt = column(message.prompt_token_ids)
     for choice in range(params.n):
         emitted = message.emitted[choice] if choice < len(message.emitted) else []
         request.sequences.append(
             Sequence(
                 request=request,
                 choice=choice,
-                token_ids=column(message.prompt_token_ids) + column(emitted),
+                token_ids=prompt + column(emitted),
                 # The prompt's log-probabilities are the same for every choice: computed once, with choice 0.
                 params=params if choice == 0 else replace(params, prompt_logprobs=None),
                 table=BlockTable(root, use_cache),

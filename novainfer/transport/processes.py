@@ -24,6 +24,23 @@ def is_stopped(process: psutil.Process) -> bool:
         return False
 
 
+def is_stopped_by_signal(pid: int) -> bool:
+    """`is_stopped`, of the process with this number; False where that cannot be known."""
+    try:
+        return is_stopped(psutil.Process(pid))
+    except (psutil.Error, OSError):
+        return False
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """CPU time that the process has had; None where that cannot be known."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except (psutil.Error, OSError):
+        return None
+    return float(times.user + times.system)
+
+
 def children_named(names: Collection[str]) -> list[psutil.Process]:
     """Those children of this process that run and have such a name."""
     return [child for child in psutil.Process().children() if runs(child) and _name(child) in names]

@@ -143,6 +143,22 @@ def test_given_streams_of_every_kind_when_processes_die_then_each_is_as_if_nothi
     server.wait_until_nothing_is_held()
 
 
+@pytest.mark.parametrize("undisturbed", [FLAGS[2]], indirect=True, ids=["tp2"])
+def test_given_streams_of_every_kind_when_the_scheduler_is_told_to_end_then_its_ranks_go_on_with_the_next(
+    undisturbed: Undisturbed,
+) -> None:
+    server = undisturbed.server
+    before = server.processes()
+    answers = run(server, lambda streams: strike(server, "scheduler 0", signal.SIGTERM))
+    server.wait_until_ready()
+    assert answers == undisturbed.answers
+    after = server.processes()
+    assert after["scheduler 0"] != before["scheduler 0"]
+    for title in ("worker 0.0", "worker 0.1"):
+        assert after[title] == before[title]
+    server.wait_until_nothing_is_held()
+
+
 @both_groups
 @pytest.mark.parametrize("number", [KILL, STOP])
 def test_given_streams_of_every_kind_when_the_gateway_dies_or_stops_then_another_one_tells_the_rest_of_each(

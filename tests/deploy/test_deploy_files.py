@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
 from novainfer.config import ServerConfig
-from novainfer.entrypoints.options import OPTIONS
+from novainfer.entrypoints.options import OPTIONS, OTHER_VARIABLES
 from novainfer.entrypoints.supervisor import DRAIN_MARGIN, STOP_TIMEOUT, WORKERS_TIMEOUT
 
 pytestmark = pytest.mark.unit
@@ -78,10 +82,19 @@ def test_an_image_when_built_then_it_pins_its_base_and_holds_no_secret(path: Pat
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_an_image_when_it_sets_our_variables_and_flags_then_they_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert set(re.findall(r"NOVAINFER_\w+", text)) <= {"NOVAINFER_CACHE_DIR"}
+    assert set(re.findall(r"NOVAINFER_\w+", text)) <= set(OTHER_VARIABLES)
     flags = re.findall(r'"(--[a-z-]+)"', " ".join(values(path, "CMD")))
     known = {option.flag for option in OPTIONS.values()} | {"--index"}
     assert set(flags) <= known
+
+
+def test_the_cpu_image_when_run_then_its_kernels_are_found_wherever_its_cache_is_put() -> None:
+    """Charts put the cache on a volume, and the image has no compiler."""
+    build, last = [one.split("\nFROM ")[0] for one in (DEPLOY / "Dockerfile.cpu").read_text().split("\nFROM ")[1:]]
+    cache = re.search(r"^ENV NOVAINFER_CACHE_DIR=(\S+)\nRUN python -m kernels.native.build", build, re.MULTILINE)
+    assert cache is not None
+    assert f"NOVAINFER_KERNEL_DIR={cache[1]}/native" in last
+    assert "g++" not in last
 
 
 def test_every_path_that_an_image_copies_when_looked_up_then_it_exists() -> None:
@@ -102,6 +115,51 @@ def test_the_gateways_requirements_when_read_then_they_are_ours_without_the_heav
     assert "torch" not in (DEPLOY / "Dockerfile.gateway").read_text(encoding="utf-8").split("FROM", 1)[1].replace(
         "without torch", ""
     )
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """What a module imports as it is imported itself; of `from a import b` both `a` and `a.b`."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                continue
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            waiting.append(node)
+
+
+def foreign_imports(*modules: str) -> set[str]:
+    """The packages of others that these modules of ours import, and those that they import, and so on."""
+    seen: set[str] = set()
+    foreign: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        path = REPOSITORY / name.replace(".", "/")
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if (REPOSITORY / name.split(".")[0]).is_dir():
+            waiting += [*imported_modules(source), *name.rpartition(".")[:1]] if source.exists() else []
+        elif name and name.split(".")[0] not in sys.stdlib_module_names:
+            foreign.add(name.split(".")[0])
+    return foreign
+
+
+def test_the_gateways_requirements_when_its_processes_start_then_they_are_all_that_these_import() -> None:
+    """Its image installs our package without what that needs by itself."""
+    found = foreign_imports("gateway.process", "gateway.text_child")
+    assert {"zmq", "psutil", "pydantic"} <= found
+    owners = packages_distributions()
+    needed = {owners[name][0].lower().replace("_", "-") for name in found} - {"pydantic-core"}  # comes with pydantic
+    lines = (DEPLOY / "requirements-gateway.txt").read_text(encoding="utf-8").splitlines()
+    assert needed <= package_names([line for line in lines if line and not line.startswith("#")])
 
 
 def test_the_unit_when_the_server_stops_then_systemd_waits_longer_than_the_supervisor() -> None:

@@ -55,6 +55,7 @@ BAD_VALUES: dict[str, dict[str, Any]] = {
     "no time for load balancers": {"preStopSeconds": 0},
     "a size that is none": {"models": [{"name": "a", "cache": {"size": "many"}}]},
     "an autoscaler of another kind": {"models": [{"name": "a", "autoscaling": {"kind": "vpa"}}]},
+    "an autoscaler that leaves no pod": {"models": [{"name": "a", "autoscaling": {"minReplicas": 0}}]},
     "a share above one": {"models": [{"name": "a", "autoscaling": {"kvCacheUsage": 1.5}}]},
     "an interval without a unit": {"metrics": {"serviceMonitor": {"interval": "15"}}},
 }
@@ -67,6 +68,14 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one volume for two pods": (
         {"models": [{"name": "a", "replicas": 2, "cache": {"size": "1Gi"}}]},
+        "ReadWriteMany",
+    ),
+    "one volume for pods that may become several": (
+        {"models": [{"name": "a", "autoscaling": {"kind": "hpa"}, "cache": {"size": "1Gi"}}]},
+        "ReadWriteMany",
+    ),
+    "one volume for the pods of a RayCluster": (
+        {"mode": "kuberay", "models": [{"name": "a", "cache": {"size": "1Gi"}}]},
         "ReadWriteMany",
     ),
     "an autoscaled RayCluster": (

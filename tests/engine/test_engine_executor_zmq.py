@@ -268,6 +268,13 @@ def test_executor_when_closed_then_ranks_hear_shutdown(ranks: Ranks) -> None:
     assert [ranks.hear(0), ranks.hear(1)] == [Shutdown(1), Shutdown(1)]
 
 
+def test_executor_when_closed_for_a_successor_then_ranks_hear_nothing(ranks: Ranks) -> None:
+    ranks.ready()
+    ranks.executor.close(ends_ranks=False)
+    ranks.executor.close()
+    assert not any(ranks.sockets[rank].poll(200) for rank in range(2)), "closing waits for what was sent"
+
+
 def launch(run_dir: RunDir, model: str) -> RankLaunch:
     config = ServeConfig(
         model=ModelConfig(model=model, max_model_len=64),

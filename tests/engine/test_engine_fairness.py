@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from novainfer.config import KeyDigest, SchedulerConfig, ServeConfig
 from novainfer.engine.core import EngineCore
 from novainfer.sampling.params import SamplingParams
+from novainfer.scheduler.assembly import StepAssembly
 from novainfer.scheduler.request import Sequence
 from tests.engine.engine_driver import Driver, make_message
 from tests.engine.traffic import FastOracle, Stream, Traffic, jain, p99
@@ -123,6 +124,70 @@ def test_given_a_prompt_of_another_that_cannot_start_when_steps_are_made_then_al
         driver.step()
     driver.run()
     assert len(driver.ends) == 15
+
+
+class Barred:
+    """`heavy` has nearly all rows of a step that has no more tokens than rows; `first` and `second` have a prompt on
+    its way, and got more service than it; `large`, which is owed service, cannot start.
+    """
+
+    def __init__(self) -> None:
+        self.executor = OracleExecutor(num_blocks=170, block_size=4, max_num_seqs=64)
+        self.driver = Driver(self.executor, max_num_seqs=64, max_num_batched_tokens=64, steps_in_flight=1)
+        for i in range(58):
+            self.driver.add(f"heavy{i}", prompt_of(1, i), max_tokens=20, tenant="heavy")
+        while not all(self.driver.streams[f"heavy{i}", 0] for i in range(58)):
+            self.driver.step()
+        for tenant in ("first", "second"):
+            self.driver.add(tenant, prompt_of(60, 3), max_tokens=2, tenant=tenant)
+        self.driver.step()
+        self.driver.add("large", prompt_of(240, 5), max_tokens=2, tenant="large")
+
+    def plan(self) -> dict[int, int]:
+        """Tokens of each row in the next step."""
+        scheduler = self.driver.engine.scheduler
+        for tenant, served in (("heavy", 10.0), ("first", 20.0), ("second", 30.0), ("large", 1.0)):
+            scheduler._shares.of(tenant).served = served
+        assert self.driver.engine.submit() == 1
+        plan = self.executor._queue[0]
+        assert scheduler._rows.excess().keys() == {"heavy"}
+        assert len(set(plan.rows)) == len(plan.rows), "a row is in a step once"
+        return dict(zip(plan.rows, plan.num_new_tokens, strict=True))
+
+    def end(self) -> None:
+        """Everybody gets all of it."""
+        self.driver.step()
+        self.driver.run()
+        assert len(self.driver.ends) == 61
+
+
+def test_given_no_more_tokens_than_rows_when_a_heavy_tenant_need_not_make_way_then_the_step_is_full_and_no_fuller() -> (
+    None
+):
+    barred = Barred()
+    ran: set[int] = set()
+    (row,) = [s.row for s in rows_of(barred.driver, "first")]
+    for _ in range(2):
+        sizes = barred.plan()
+        assert sizes[row] > 1
+        assert sum(sizes.values()) == 64
+        ran |= sizes.keys()
+        barred.driver.step()
+    assert len(ran) == 60, "who was left out is in the next one"
+    barred.end()
+
+
+def test_given_one_token_of_a_prompt_in_the_first_pass_when_there_is_room_in_the_second_then_it_is_in_the_step_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    barred = Barred()
+    beside = iter((1, 9))
+    with monkeypatch.context() as patch:
+        patch.setattr(StepAssembly, "_most_beside_decodes", lambda self: next(beside))
+        sizes = barred.plan()
+        assert [sizes[s.row] for s in rows_of(barred.driver, "first")] == [1]
+        assert next(beside, None) is None, "there were two passes"
+    barred.end()
 
 
 def test_given_two_tenants_far_above_their_share_when_a_third_has_prompts_then_who_got_less_goes_on() -> None:

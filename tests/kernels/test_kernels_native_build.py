@@ -56,6 +56,22 @@ def test_no_compiler_when_backend_is_made_then_one_warning_and_torch_results(tmp
     assert "no C++ compiler found" in result.stderr
 
 
+def test_no_compiler_when_there_is_a_folder_of_built_ones_then_they_are_used_and_nothing_is_written(
+    tmp_path: Path,
+) -> None:
+    folder = build.library_path("probe").parents[1]
+    code = "from kernels.native.build import library_path; print(library_path('probe'), library_path('portable'))"
+    environment = _environment(
+        tmp_path / "cache", PATH="/nonexistent", CXX="/nonexistent/g++", NOVAINFER_KERNEL_DIR=str(folder)
+    )
+    wanted = [str(build.library_path(name)) for name in ("probe", "portable")]
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout.split() == wanted, result.stderr
+    assert not (tmp_path / "cache").exists()
+
+
 def test_broken_compiler_when_building_then_error_names_it_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 from contextlib import ExitStack
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -109,17 +110,18 @@ def test_given_the_sdk_when_it_leaves_a_stream_then_the_engine_is_told(pair: Pai
 
 
 @pytest.mark.parametrize("by", ["response", "request"])
-def test_given_a_stream_when_cancelled_by_either_id_then_it_ends_properly(pair: Pair, by: str) -> None:
+@pytest.mark.parametrize("name", ["mine", "job/17", "/a%2F?b#/cancel"])
+def test_given_a_stream_when_cancelled_by_either_id_then_it_ends_properly(pair: Pair, by: str, name: str) -> None:
     pair.scheduler.tokens_before_pause = 2
     body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
     with (
         pair.gateway.http() as other,
-        pair.http.stream("POST", "/v1/chat/completions", json=body, headers={"x-request-id": "mine"}) as response,
+        pair.http.stream("POST", "/v1/chat/completions", json=body, headers={"x-request-id": name}) as response,
     ):
         lines = response.iter_lines()
         response_id = json.loads(next(lines).removeprefix("data: "))["id"]
         pair.scheduler.wait_for(lambda: any(live.counts == [2] for live in pair.scheduler.live.values()))
-        answer = other.post(f"/v1/requests/{response_id if by == 'response' else 'mine'}/cancel")
+        answer = other.post(f"/v1/requests/{response_id if by == 'response' else quote(name, safe='')}/cancel")
         assert answer.status_code == 200
         assert answer.json()["cancelled"] is True
         rest = [line.removeprefix("data: ") for line in lines if line]

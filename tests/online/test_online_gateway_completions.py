@@ -48,8 +48,8 @@ def test_given_each_form_of_prompt_when_completed_then_choices_come_in_order(pai
     assert streamed == [choice["text"] for choice in answer["choices"]]
 
 
-def test_given_echo_with_logprobs_when_completed_then_prompt_and_output_line_up(pair: Pair) -> None:
-    prompt = "hello world, the fox"
+@pytest.mark.parametrize("prompt", ["hello world, the fox", "<|im_start|>user\nhello<|im_end|>\n<|im_start|>"])
+def test_given_echo_with_logprobs_when_completed_then_prompt_and_output_line_up(pair: Pair, prompt: str) -> None:
     ids = pair.tokenizer.encode(prompt)
     pair.say(" jumps")
     body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
@@ -162,6 +162,14 @@ def test_given_messages_when_tokenized_then_they_are_rendered(pair: Pair) -> Non
     answer = pair.post("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}).json()
     rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert answer["tokens"] == pair.tokenizer.encode(rendered)
+
+
+def test_given_a_message_to_be_continued_when_tokenized_then_it_is_what_a_chat_would_send(pair: Pair) -> None:
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "The"}]
+    body = {"messages": messages, "continue_final_message": True}
+    answer = pair.post("/tokenize", body).json()
+    assert pair.post("/v1/chat/completions", {**body, "max_tokens": 1}).status_code == 200
+    assert answer["tokens"] == pair.scheduler.added[-1].prompt_token_ids
 
 
 def test_given_what_a_chat_tells_its_template_when_tokenized_then_it_counts_and_is_not_named_as_ignored(

@@ -15,8 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from bench.tenants import Job, Tenant, run_job, tokens_per_second
+from gateway.slices import SlicedResponse
 from novainfer.protocol.messages import AddRequest, RequestRejected
 from novainfer.text.tokenizer import Tokenizer
 from tests.fakes import ScriptedScheduler
@@ -284,6 +286,34 @@ def test_given_a_client_that_reads_slowly_but_steadily_when_its_stream_is_long_t
                 break
             time.sleep(0.02)  # its pace
     assert b"[DONE]" in data[-100:]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": "hello", "max_tokens": 2}),
+        (CHAT, {"messages": HELLO, "max_tokens": 2}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/detokenize", {"tokens": [5, 6]}),
+    ],
+    ids=["text", "chat", "tokenize", "detokenize"],
+)
+def test_given_a_whole_answer_when_it_is_sent_then_it_counts_until_its_client_has_it(
+    crowded: Crowded, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Else a client that takes its time could have as many as it likes in our memory."""
+    _, gateway = crowded
+    send, live = SlicedResponse.__call__, list[int]()
+
+    async def watched(self: SlicedResponse, scope: Scope, receive: Receive, emit: Send) -> None:
+        live.append(gateway.service.limits.num_live)
+        await send(self, scope, receive, emit)
+        live.append(gateway.service.limits.num_live)
+
+    monkeypatch.setattr(SlicedResponse, "__call__", watched)
+    with gateway.http(**key()) as http:
+        assert [http.post(path, json=body).status_code for _ in range(3)] == [200] * 3
+    assert live == [1] * 6, "and no longer"
 
 
 @contextmanager

@@ -107,7 +107,7 @@ class Texts(Pair):
 
     def wait_until_queued(self, count: int) -> None:
         """Block until so many wait for it."""
-        self.scheduler.wait_for(lambda: len(self.lanes[0]._lock._waiters or ()) == count)
+        self.scheduler.wait_for(lambda: self.lanes[0]._lock.num_waiting == count)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +134,23 @@ def texts(hostile_model: Path, tmp_path: Path) -> Iterator[Texts]:
 
 
 @pytest.fixture
+def shared(hostile_model: Path, tmp_path: Path) -> Iterator[Texts]:
+    """A gateway with two tenants, `a` and `b`, whose keys are called so."""
+    (tmp_path / "keys").write_text("a:a\nb:b\n")
+    tokenizer = Tokenizer.load(hostile_model)
+    scheduler, gateway = start_pair(
+        hostile_model, tmp_path / "run", tokenizer.vocab_size, api_key_file=str(tmp_path / "keys")
+    )
+    with gateway.openai() as sdk, gateway.http(**{"x-api-key": "a"}) as http:
+        texts = Texts(scheduler, gateway, tokenizer, sdk, http)
+        assert ask(texts, SHORT, "a").status_code == 200  # the process is there
+        scheduler.added.clear()
+        yield texts
+    gateway.close()
+    scheduler.close()
+
+
+@pytest.fixture
 def stoppable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is stopped counts as one that is slow."""
     monkeypatch.setattr(text_process, "STOPPED_LIMIT", FOREVER)
@@ -145,8 +162,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def ask(texts: Texts, body: dict[str, Any]) -> httpx.Response:
-    with texts.gateway.http() as http:
+def ask(texts: Texts, body: dict[str, Any], key: str = "none") -> httpx.Response:
+    with texts.gateway.http(**{"x-api-key": key}) as http:
         return http.post(CHAT, json=body)
 
 
@@ -243,6 +260,26 @@ def test_given_texts_that_wait_when_their_lane_has_no_room_then_503_until_one_is
     texts.process("0").resume()
     assert [answer.result().status_code for answer in held] == [200, 200]
     assert ask(texts, SHORT).status_code == 200
+    assert lane.num_bytes == 0
+
+
+def test_given_a_tenant_with_many_texts_when_another_has_one_then_it_is_next_and_has_room(
+    shared: Texts, pool: ThreadPoolExecutor, stoppable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = shared.lanes[0]
+    shared.process("0").suspend()
+    asked = [pool.submit(ask, shared, SHORT, "a")]
+    shared.wait_until_given()
+    for number, tenant in enumerate("aab", 1):
+        if tenant == "b":  # the other one has half of what may wait
+            monkeypatch.setattr(text_process, "MAX_HELD_BYTES", 2 * lane.num_bytes)
+            refused = ask(shared, SHORT, "a")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        asked.append(pool.submit(ask, shared, SHORT, tenant))
+        shared.wait_until_queued(number)
+    shared.process("0").resume()
+    assert [answer.result().status_code for answer in asked] == [200] * 4
+    assert [request.tenant for request in shared.scheduler.added] == ["a", "a", "b", "a"]
     assert lane.num_bytes == 0
 
 

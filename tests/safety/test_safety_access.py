@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -107,10 +108,7 @@ def paths_of(routes: Iterable[Any], prefix: str = "") -> Iterator[str]:
 def closed_paths(gateway: GatewayThread) -> list[str]:
     """The routes that want a key, as a client would write them."""
     app: Any = gateway.server.config.app
-    paths = {
-        path.replace("{model_id:path}", "a").replace("{request_id}", "a").replace("{stream_id}", "a")
-        for path in paths_of(app.routes)
-    }
+    paths = {re.sub(r"{\w+:path}", "a", path) for path in paths_of(app.routes)}
     return sorted(paths - OPEN_PATHS)
 
 

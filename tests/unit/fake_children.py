@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -34,10 +35,13 @@ from novainfer.protocol.supervision import (
     ChildReady,
     ChildStarted,
     LoadProgress,
+    Stopping,
 )
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import bind_pull, connect_push
 from novainfer.transport.parent import die_with_parent
+
+RANK = "import signal; from novainfer.transport.parent import *; die_with_parent(); print(flush=True); signal.pause()"
 
 
 def note(log: Path, *words: object) -> None:
@@ -50,7 +54,7 @@ class FakeWorkers:
     """A worker group that never computes.
 
     `die-once` kills the first one when it is to prepare a spare, `die-twice` the next one too; a file `die` beside the
-    log kills whichever is there.
+    log kills whichever is there. `processes`: each rank is a process.
 
     Rank r has room for 8 - r blocks. `spare-fails`: no spare ever stands by. Groups have the `fingerprints` in turn.
     """
@@ -60,6 +64,7 @@ class FakeWorkers:
         self._has_spare = False
         self._deaths_left = {"die-once": 1, "die-twice": 2}.get(behaviour, 0)
         self._fingerprints = fingerprints
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, epoch: int, known: Sequence[str], is_wanted: Callable[[], bool]) -> None:
         note(self._log, "workers of epoch", epoch)
@@ -71,7 +76,8 @@ class FakeWorkers:
         with zmq.Context() as context:
             reports = connect_push(context, self._run_dir.supervisor())
             for rank in range(self._world_size):
-                reports.send(SUPERVISOR_SCHEMA.encode(ChildStarted(ROLE_WORKER, rank, os.getpid(), epoch=epoch)))
+                pid = self._start_process(rank) if self._behaviour == "processes" else os.getpid()
+                reports.send(SUPERVISOR_SCHEMA.encode(ChildStarted(ROLE_WORKER, rank, pid, epoch=epoch)))
                 reports.send(SUPERVISOR_SCHEMA.encode(LoadProgress(rank, "weights", 1, 2)))
                 if self._behaviour == "fault":
                     reports.send(SUPERVISOR_SCHEMA.encode(ChildFault(ROLE_WORKER, rank, epoch, "out of memory")))
@@ -82,6 +88,14 @@ class FakeWorkers:
                 ready = ChildReady(ROLE_WORKER, rank, epoch, 8 - rank, "" if rank else fingerprint)
                 reports.send(SUPERVISOR_SCHEMA.encode(ready))
             reports.close()
+
+    def _start_process(self, rank: int) -> int:
+        process = subprocess.Popen([sys.executable, "-c", RANK, "novainfer: worker"], stdout=subprocess.PIPE)
+        self._processes.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        note(self._log, "worker", rank, "pid", process.pid)
+        return process.pid
 
     def is_alive(self) -> bool:
         order = self._log.with_name("die")
@@ -104,10 +118,17 @@ class FakeWorkers:
         return self._has_spare
 
     def end(self) -> None:
+        self._kill_processes()
         note(self._log, "workers ended")
 
     def stop(self) -> None:
+        self._kill_processes()
         note(self._log, "workers stopped")
+
+    def _kill_processes(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
 
 def run_server(options: argparse.Namespace) -> int:
@@ -183,7 +204,7 @@ def run_child(options: argparse.Namespace) -> int:
         if options.behave != "late" and (options.behave != "once" or options.epoch == FIRST_EPOCH):
             reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(options.role, options.index, options.epoch)))
         if options.role == ROLE_SCHEDULER:
-            obey(bind_pull(context, run_dir.orders(0)), reports, stop)
+            obey(bind_pull(context, run_dir.orders(0)), reports, stop, Path(options.log))
         reports.close()
         while not stop.wait(0.05) or options.behave == "stubborn":
             pass
@@ -196,12 +217,15 @@ def run_child(options: argparse.Namespace) -> int:
     return 0
 
 
-def obey(orders: zmq.Socket[bytes], reports: zmq.Socket[bytes], stop: threading.Event) -> None:
+def obey(orders: zmq.Socket[bytes], reports: zmq.Socket[bytes], stop: threading.Event, log: Path) -> None:
     """A scheduler whose ranks are always there."""
-    while not stop.is_set():
+    while not stop.is_set() or orders.poll(0):
         if orders.poll(50):
-            epoch = ORDERS_SCHEMA.decode(orders.recv()).epoch
-            reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_SCHEDULER, 0, epoch)))
+            order = ORDERS_SCHEMA.decode(orders.recv())
+            if isinstance(order, Stopping):
+                note(log, "scheduler 0 is the last one")
+            else:
+                reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_SCHEDULER, 0, order.epoch)))
     orders.close()
 
 

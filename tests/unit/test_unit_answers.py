@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from starlette.types import Message
+from starlette.types import ASGIApp, Message
 
 from gateway import generation as generation_module
 from gateway import slices
@@ -208,6 +208,7 @@ class Call:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.info = RequestInfo("r")
+        self.bodies: list[bytes] = []
         self.service: Any = SimpleNamespace(
             check_model=str,
             admit=nullcontext,
@@ -226,15 +227,14 @@ class Call:
     async def decode(self, job: object) -> list[str]:
         return [TEXT]
 
+    async def answer(self, response: ASGIApp) -> None:
+        sent: list[bytes] = []
 
-async def body_of(answer: Awaitable[Any]) -> bytes:
-    sent: list[bytes] = []
+        async def send(message: Message) -> None:
+            sent.append(message.get("body", b""))
 
-    async def send(message: Message) -> None:
-        sent.append(message.get("body", b""))
-
-    await (await answer)({"type": "http"}, _no_message, send)
-    return b"".join(sent)
+        await response({"type": "http"}, _no_message, send)
+        self.bodies.append(b"".join(sent))
 
 
 def test_given_a_text_of_very_many_tokens_when_they_are_told_then_others_have_their_turns_all_the_while(
@@ -242,16 +242,11 @@ def test_given_a_text_of_very_many_tokens_when_they_are_told_then_others_have_th
 ) -> None:
     async def main() -> tuple[int, int]:
         call: Any = Call(tokenizer)
-        bodies: list[bytes] = []
-
-        async def told(answer: Awaitable[Any]) -> None:
-            bodies.append(await body_of(answer))
-
-        turns = await turns_of_others(told(tokenize(call))), await turns_of_others(told(detokenize(call)))
+        turns = await turns_of_others(tokenize(call)), await turns_of_others(detokenize(call))
         strings = [tokenizer.token(token_id) for token_id in MANY]
         expected = {"count": len(MANY), "max_model_len": 256, "tokens": MANY, "token_strs": strings}
-        assert json.loads(bodies[0]) == expected
-        assert json.loads(bodies[1]) == {"prompt": TEXT}
+        assert json.loads(call.bodies[0]) == expected
+        assert json.loads(call.bodies[1]) == {"prompt": TEXT}
         return turns
 
     tokenized, detokenized = asyncio.run(main())

@@ -125,6 +125,7 @@ def test_all_children_ready_when_sigterm_comes_then_gateways_scheduler_and_worke
     stops = [line for line in server.log() if line.endswith("stopped")]
     assert set(stops[:2]) == {"gateway 0 stopped", "gateway 1 stopped"}
     assert stops[2:] == ["scheduler 0 stopped", "workers stopped"]
+    assert "scheduler 0 is the last one" in server.log()
     assert not server.run_dir.exists()
     assert "loading: weights (2 tensors)" in errors
 
@@ -155,6 +156,24 @@ def test_a_serving_gateway_when_it_is_killed_then_another_one_is_started_and_not
     server.process.send_signal(signal.SIGTERM)
     assert server.finish()[0] == 0
     assert {name for name in before if before[name] != after[name]} == {"gateway 1"}
+
+
+def test_given_two_ranks_that_die_together_when_they_are_replaced_then_that_was_one_loss(start: Start) -> None:
+    server = start("--max-restarts", "1", worker="processes")
+    assert "is ready" in server.wait_ready()
+    server.process.send_signal(signal.SIGSTOP)
+    os.waitpid(server.process.pid, os.WUNTRACED)  # it sees both at once
+    for rank in range(2):
+        os.kill(server.pids()[f"worker {rank}"], signal.SIGKILL)
+    server.process.send_signal(signal.SIGCONT)
+    server.wait_error(" died")
+    server.wait_error("serving again")
+    assert [line for line in server.log() if line.startswith("workers of epoch")] == [
+        "workers of epoch 1",
+        "workers of epoch 2",
+    ]
+    server.process.send_signal(signal.SIGTERM)
+    assert server.finish()[0] == 0
 
 
 def test_given_a_replica_that_cannot_come_back_when_gateways_die_again_and_again_then_each_is_started_again(
