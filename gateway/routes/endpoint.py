@@ -158,6 +158,8 @@ class Endpoint:
             response = to_api_error(error, info.request_id).response()
         if response is not None:
             await response(scope, receive, send)
+        elif not info.status:  # a stream that had not begun
+            info.status = _CLIENT_GONE_STATUS
 
 
 def plain_path(path: str) -> str:

@@ -38,18 +38,30 @@ def raw_request(pair: Pair, body: dict[str, Any], *, receive_buffer: int | None 
     return connection
 
 
+def num_gone(pair: Pair) -> int:
+    """Chats whose clients went away before there was an answer, as the metrics have them."""
+    name = 'novainfer_http_requests_total{handler="/v1/chat/completions",method="POST",status="499"} '
+    lines = [line for line in pair.http.get("/metrics").text.splitlines() if line.startswith(name)]
+    return sum(int(float(line.removeprefix(name))) for line in lines)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_given_a_disconnect_when_waiting_or_running_then_the_engine_is_told_and_all_is_freed(
     pair: Pair, stream: bool, tokens: int
 ) -> None:
     pair.scheduler.tokens_before_pause = tokens
+    before = num_gone(pair)
     connection = raw_request(pair, {"stream": stream, "n": 2})
     pair.scheduler.wait_for(lambda: any(live.counts == [tokens, tokens] for live in pair.scheduler.live.values()))
+    has_begun = stream and tokens > 0
+    if has_begun:
+        assert connection.recv(1) == b"H"
     connection.close()
     pair.scheduler.wait_for(lambda: len(pair.scheduler.cancelled) == 1)
     assert pair.scheduler.cancelled[0].choice == -1
     pair.wait_idle()
+    pair.scheduler.wait_for(lambda: num_gone(pair) == before + (not has_begun))
 
 
 @pytest.mark.parametrize("is_together", [False, True])
