@@ -51,7 +51,7 @@ def per_engine(name: str) -> tuple[tuple[str, str], ...]:
     return ((f"sum by (engine) (novainfer_{name}{{{ENGINE}}})", "engine {{engine}}"),)
 
 
-API = 'handler=~"/v1/.*"'  # what clients ask; probes of a server that loads hear 503, and scrapes 200
+API = 'handler=~"/v1/.*|/(de)?tokenize"'  # what clients ask; probes of a server that loads hear 503, and scrapes 200
 ERRORS = f'{API},status=~"5.."'
 OVERVIEW = (
     Panel(

@@ -40,10 +40,12 @@ class FairLock:
         while self._waiting:
             tenant = next(iter(self._waiting))
             turns = self._waiting.pop(tenant)
-            turn = turns.popleft()
+            while turns and turns[0].cancelled():
+                turns.popleft()
+            if not turns:
+                continue
+            turns.popleft().set_result(None)
             if turns:
                 self._waiting[tenant] = turns  # behind the others
-            if not turn.cancelled():
-                turn.set_result(None)
-                return
+            return
         self.is_locked = False

@@ -77,7 +77,7 @@ class SlicedResponse:
     async def of(cls, written: Written, headers: Mapping[str, str]) -> SlicedResponse:
         """The response with this body."""
         if len(written) == 1:
-            return cls([written[0].encode()], headers)
+            return cls(_cut(written[0].encode()), headers)
         slices = Slices()
         parts: list[bytes] = []
         group: list[str] = []
@@ -86,10 +86,10 @@ class SlicedResponse:
             group.append(text)
             size += len(text)
             if size >= PART_BYTES:
-                parts.append("".join(group).encode())
+                parts += _cut("".join(group).encode())
                 group, size = [], 0
             await slices.pause()
-        return cls([*parts, "".join(group).encode()], headers)
+        return cls([*parts, *_cut("".join(group).encode())], headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, as fast as the client takes it."""
@@ -101,3 +101,10 @@ class SlicedResponse:
                 await slices.pause()
         # The end goes with the last byte: a client may send its next request as soon as it has that.
         await send({"type": "http.response.body", "body": self._parts[-1]})
+
+
+def _cut(data: bytes) -> list[bytes]:
+    """In parts, so that one is sent when its client has taken those before it. At least one."""
+    if len(data) <= PART_BYTES:
+        return [data]
+    return [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]

@@ -40,7 +40,7 @@ from novainfer.errors import (
 )
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
 from novainfer.text.chat_template import RENDER_SECONDS
-from novainfer.transport.processes import cpu_seconds, is_stopped_by_signal
+from novainfer.transport.processes import cpu_seconds, is_pid_stopped
 from novainfer.transport.zygote import ZygoteProcess
 
 log = logging.getLogger(__name__)
@@ -321,7 +321,7 @@ class Lane:
         late = DeadlineError(f"The prompt took more than {JOB_LIMIT:g} s to prepare.")
         if turn.is_unwanted and seconds >= UNWANTED_LIMIT:
             return "unwanted", late
-        if seconds >= STOPPED_LIMIT and is_stopped_by_signal(self._pid):
+        if seconds >= STOPPED_LIMIT and is_pid_stopped(self._pid):
             return "died", None
         if turn.is_rendering and self._renders_too_long(turn, seconds):
             return "time", InvalidRequestError("The chat template took too long.", param=turn.param)

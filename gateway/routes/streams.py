@@ -48,7 +48,7 @@ async def resume(call: Call) -> ASGIApp | None:
             headers = {MODE_HEADER: generation.engine.mode}
             response = SseResponse(generation, chunks, chunks.last, headers, service.config.server.client_stall_timeout)
             try:
-                await response(call.scope, call.receive, call.send)
+                await call.answer(response)
             except InvalidRequestError as error:
                 if error.code == "request_id_in_use":  # our claim was lost with our link, and another one got it
                     raise _in_use() from None

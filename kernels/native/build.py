@@ -68,7 +68,7 @@ def library_path(name: str) -> Path:
     is only read, is taken as it is.
     """
     built = os.environ.get("NOVAINFER_KERNEL_DIR")
-    if built and (library := Path(built) / build_key() / f"libnova-{name}.so").exists():
+    if built and os.path.isfile(library := Path(built) / build_key() / f"libnova-{name}.so"):
         return library
     folder = cache_dir() / "native" / build_key()
     library = folder / f"libnova-{name}.so"

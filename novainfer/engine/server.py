@@ -27,11 +27,11 @@ from novainfer.logs import configure
 from novainfer.protocol.link import BEAT_SECONDS, Packet, packets_in
 from novainfer.protocol.supervision import (
     FIRST_EPOCH,
+    GIVE_UP_SIGNAL,
     ORDERS_SCHEMA,
     ROLE_SCHEDULER,
     SUPERVISOR_SCHEMA,
     ChildStarted,
-    Stopping,
 )
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import (
@@ -77,12 +77,13 @@ class SchedulerServer:
         sources = (self._orders, self._gateway_socket, self._executor.socket, self._wake_r.fileno())
         self._sources: list[tuple[Any, int]] = [(source, int(zmq.POLLIN)) for source in sources]
         self._stopping = False
-        self._is_last = False  # the whole server stops, and nobody comes after us
+        self._ends_ranks = False  # nobody comes after us who would work with them
 
     def run(self) -> None:
-        """Serve until SIGTERM."""
+        """Serve until SIGTERM, which leaves the ranks to a successor, or `GIVE_UP_SIGNAL`, which ends them."""
         signal.set_wakeup_fd(self._wake_w.fileno())
-        signal.signal(signal.SIGTERM, self._on_stop)
+        for number in (signal.SIGTERM, GIVE_UP_SIGNAL):
+            signal.signal(number, self._on_stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
         self._report(self._started)
         gc.collect()
@@ -94,7 +95,7 @@ class SchedulerServer:
                 self._receive(0.0 if busy else BEAT_SECONDS)
                 busy = self._replica.turn(time.monotonic())
         finally:
-            self._executor.close(ends_ranks=self._is_last)
+            self._executor.close(ends_ranks=self._ends_ranks)
             self._orders.close()
             self._supervisor.close()
             self._gateway_socket.close(linger=500)
@@ -128,11 +129,7 @@ class SchedulerServer:
 
     def _take_order(self) -> None:
         try:
-            order = ORDERS_SCHEMA.decode(self._orders.recv())
-            if isinstance(order, Stopping):
-                self._is_last = True
-            else:
-                self._replica.obey(order)
+            self._replica.obey(ORDERS_SCHEMA.decode(self._orders.recv()))
         except ProtocolError as error:
             logger.warning("dropped what is not the supervisor's order: %s", error)
 
@@ -150,10 +147,11 @@ class SchedulerServer:
 
     def _on_stop(self, signum: int, frame: object) -> None:
         self._stopping = True
+        self._ends_ranks = self._ends_ranks or signum == GIVE_UP_SIGNAL
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the process; the exit code is 0 only after SIGTERM."""
+    """Entry point of the process; the exit code is 0 only after a signal to end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--replica", type=int, default=0)

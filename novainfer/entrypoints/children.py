@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from novainfer.entrypoints.options import VARIABLE_PREFIX
+from novainfer.entrypoints.options import PLACE_VARIABLES, VARIABLE_PREFIX
 from novainfer.protocol.supervision import (
     ROLE_GATEWAY,
     ROLE_SCHEDULER,
@@ -167,9 +167,11 @@ def start(command: Sequence[str], stdin: int = subprocess.DEVNULL) -> subprocess
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The supervisor's environment without our own variables: children read the resolved config from a file.
 
-    So no key is visible in a child's environment, and no variable can contradict the file.
+    So no key is visible in a child's environment, and no variable can contradict the file. What says where kernels and
+    weights lie is in no file, and stays.
     """
-    kept = {name: value for name, value in environ.items() if not name.startswith(VARIABLE_PREFIX)}
+    ours = {name for name in environ if name.startswith(VARIABLE_PREFIX)} - PLACE_VARIABLES
+    kept = {name: value for name, value in environ.items() if name not in ours}
     return {**kept, PARENT_VARIABLE: str(os.getpid())}
 
 

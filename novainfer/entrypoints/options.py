@@ -24,11 +24,9 @@ from novainfer.errors import ConfigError
 VARIABLE_PREFIX = "NOVAINFER_"
 CONFIG_VARIABLE = "NOVAINFER_CONFIG"
 PRESET_VARIABLE = "NOVAINFER_PRESET"
-# Not options: read by the clients and by the kernel build.
-OTHER_VARIABLES = (
-    *("NOVAINFER_BASE_URL", "NOVAINFER_CACHE_DIR", "NOVAINFER_CPU_ISA", "NOVAINFER_KERNEL_DIR"),
-    "NOVAINFER_SUPERVISOR_PID",
-)
+# Not options: read by the kernel build, by whoever keeps something for later starts, and by the clients.
+PLACE_VARIABLES = frozenset({"NOVAINFER_CACHE_DIR", "NOVAINFER_CPU_ISA", "NOVAINFER_KERNEL_DIR"})
+OTHER_VARIABLES = ("NOVAINFER_BASE_URL", *sorted(PLACE_VARIABLES), "NOVAINFER_SUPERVISOR_PID")
 MASK = "****"
 
 _SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}

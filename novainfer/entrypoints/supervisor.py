@@ -42,7 +42,6 @@ from novainfer.protocol.supervision import (
     ChildReady,
     ChildStarted,
     LoadProgress,
-    Stopping,
     WorkersFault,
     WorkersLost,
 )
@@ -362,7 +361,6 @@ class Supervisor:
     def _stop(self) -> None:
         """Gateways drain, then the scheduler goes, then the workers. A second signal, or a fault, shortens it."""
         self._progress.stopping()
-        self._wakeups.order(Stopping(self.epoch))
         if self._phase == Phase.READY and self.fault is None:
             self._is_draining = True
             self.table.leave_out_dead(ROLE_GATEWAY)
@@ -370,7 +368,7 @@ class Supervisor:
         self._is_stopping = True
         self._workers.expect_end()
         self._end(ROLE_GATEWAY, FAULT_PATIENCE, signal.SIGTERM if self.fault is None else GIVE_UP_SIGNAL)
-        self._end(ROLE_SCHEDULER, STOP_TIMEOUT)
+        self._end(ROLE_SCHEDULER, STOP_TIMEOUT, GIVE_UP_SIGNAL)  # there is no next one for its ranks
         if not self._workers.stop(WORKERS_TIMEOUT):
             logger.error("the workers did not stop within %g s", WORKERS_TIMEOUT)
 

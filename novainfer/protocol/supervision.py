@@ -158,16 +158,7 @@ class WorkersLost:
     faulted: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """To the scheduler: the server stops. When the scheduler ends now, the worker group, which is of this epoch, shall
-    end, too; a scheduler that ends without having been told so leaves it to its successor.
-    """
-
-    epoch: int
-
-
-ORDERS_SCHEMA = Schema("orders", {1: WorkersLost, 2: Stopping})
+ORDERS_SCHEMA = Schema("orders", {1: WorkersLost})
 
 
 LIST, ADD, DRAIN, RESTART = "list", "add", "drain", "restart"

@@ -24,7 +24,7 @@ def is_stopped(process: psutil.Process) -> bool:
         return False
 
 
-def is_stopped_by_signal(pid: int) -> bool:
+def is_pid_stopped(pid: int) -> bool:
     """`is_stopped`, of the process with this number; False where that cannot be known."""
     try:
         return is_stopped(psutil.Process(pid))

@@ -38,9 +38,9 @@ def raw_request(pair: Pair, body: dict[str, Any], *, receive_buffer: int | None 
     return connection
 
 
-def num_gone(pair: Pair) -> int:
-    """Chats whose clients went away before there was an answer, as the metrics have them."""
-    name = 'novainfer_http_requests_total{handler="/v1/chat/completions",method="POST",status="499"} '
+def num_chats(pair: Pair, status: int) -> int:
+    """Those that ended so, as the metrics have them. 499: the client was gone before there was an answer."""
+    name = f'novainfer_http_requests_total{{handler="/v1/chat/completions",method="POST",status="{status}"}} '
     lines = [line for line in pair.http.get("/metrics").text.splitlines() if line.startswith(name)]
     return sum(int(float(line.removeprefix(name))) for line in lines)
 
@@ -51,17 +51,19 @@ def test_given_a_disconnect_when_waiting_or_running_then_the_engine_is_told_and_
     pair: Pair, stream: bool, tokens: int
 ) -> None:
     pair.scheduler.tokens_before_pause = tokens
-    before = num_gone(pair)
+    has_begun = stream and tokens > 0
+    status, other = (200, 499) if has_begun else (499, 200)
+    before, others = num_chats(pair, status), num_chats(pair, other)
     connection = raw_request(pair, {"stream": stream, "n": 2})
     pair.scheduler.wait_for(lambda: any(live.counts == [tokens, tokens] for live in pair.scheduler.live.values()))
-    has_begun = stream and tokens > 0
     if has_begun:
         assert connection.recv(1) == b"H"
     connection.close()
     pair.scheduler.wait_for(lambda: len(pair.scheduler.cancelled) == 1)
     assert pair.scheduler.cancelled[0].choice == -1
     pair.wait_idle()
-    pair.scheduler.wait_for(lambda: num_gone(pair) == before + (not has_begun))
+    pair.scheduler.wait_for(lambda: num_chats(pair, status) == before + 1)
+    assert num_chats(pair, other) == others
 
 
 @pytest.mark.parametrize("is_together", [False, True])

@@ -35,7 +35,6 @@ from novainfer.protocol.supervision import (
     ChildReady,
     ChildStarted,
     LoadProgress,
-    Stopping,
 )
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import bind_pull, connect_push
@@ -204,7 +203,7 @@ def run_child(options: argparse.Namespace) -> int:
         if options.behave != "late" and (options.behave != "once" or options.epoch == FIRST_EPOCH):
             reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(options.role, options.index, options.epoch)))
         if options.role == ROLE_SCHEDULER:
-            obey(bind_pull(context, run_dir.orders(0)), reports, stop, Path(options.log))
+            obey(bind_pull(context, run_dir.orders(0)), reports, stop)
         reports.close()
         while not stop.wait(0.05) or options.behave == "stubborn":
             pass
@@ -213,19 +212,18 @@ def run_child(options: argparse.Namespace) -> int:
             while not Path(options.log).with_name("drained").exists() and not give_up.wait(0.05):
                 pass
             note(Path(options.log), name, "gave up" if give_up.is_set() else "drained")
+    if options.role == ROLE_SCHEDULER and give_up.is_set():
+        note(Path(options.log), name, "ends its ranks")
     note(Path(options.log), name, "stopped")
     return 0
 
 
-def obey(orders: zmq.Socket[bytes], reports: zmq.Socket[bytes], stop: threading.Event, log: Path) -> None:
+def obey(orders: zmq.Socket[bytes], reports: zmq.Socket[bytes], stop: threading.Event) -> None:
     """A scheduler whose ranks are always there."""
-    while not stop.is_set() or orders.poll(0):
+    while not stop.is_set():
         if orders.poll(50):
-            order = ORDERS_SCHEMA.decode(orders.recv())
-            if isinstance(order, Stopping):
-                note(log, "scheduler 0 is the last one")
-            else:
-                reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_SCHEDULER, 0, order.epoch)))
+            epoch = ORDERS_SCHEMA.decode(orders.recv()).epoch
+            reports.send(SUPERVISOR_SCHEMA.encode(ChildReady(ROLE_SCHEDULER, 0, epoch)))
     orders.close()
 
 

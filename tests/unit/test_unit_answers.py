@@ -22,7 +22,7 @@ from gateway.generation import SLICE_ENTRIES, Generation, PromptState
 from gateway.metrics import GatewayMetrics
 from gateway.routes.tokenize import detokenize, tokenize
 from gateway.schemas import ChatRequest, CompletionRequest
-from gateway.slices import PART_BYTES, SlicedResponse
+from gateway.slices import PART_BYTES, SlicedResponse, Written
 from gateway.sse import SseResponse
 from gateway.stream_record import StreamRecord
 from gateway.text_jobs import pack_ids
@@ -235,6 +235,20 @@ class Call:
 
         await response({"type": "http"}, _no_message, send)
         self.bodies.append(b"".join(sent))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [Written(["x" * (3 * PART_BYTES + 1)]), Written(["[", "é" * 2 * PART_BYTES, "]"]), Written(["{}"]), Written([""])],
+    ids=["one piece", "a large piece among others", "short", "empty"],
+)
+def test_given_an_answer_in_large_pieces_when_it_is_sent_then_its_parts_are_small_all_the_same(
+    written: Written,
+) -> None:
+    """A part that is written waits in our memory for its client, and what answers take there is bounded by parts."""
+    response = asyncio.run(SlicedResponse.of(written, {}))
+    assert b"".join(response._parts) == "".join(written).encode()
+    assert max(map(len, response._parts)) <= PART_BYTES
 
 
 def test_given_a_text_of_very_many_tokens_when_they_are_told_then_others_have_their_turns_all_the_while(

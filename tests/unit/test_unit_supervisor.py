@@ -125,7 +125,7 @@ def test_all_children_ready_when_sigterm_comes_then_gateways_scheduler_and_worke
     stops = [line for line in server.log() if line.endswith("stopped")]
     assert set(stops[:2]) == {"gateway 0 stopped", "gateway 1 stopped"}
     assert stops[2:] == ["scheduler 0 stopped", "workers stopped"]
-    assert "scheduler 0 is the last one" in server.log()
+    assert "scheduler 0 ends its ranks" in server.log()
     assert not server.run_dir.exists()
     assert "loading: weights (2 tensors)" in errors
 
@@ -580,5 +580,6 @@ def test_a_child_when_it_was_killed_by_a_signal_then_the_log_names_it() -> None:
 
 
 def test_our_variables_when_a_child_is_started_then_it_does_not_see_them() -> None:
-    environ = child_environment({"NOVAINFER_API_KEY": "secret", "PATH": "/bin"})
-    assert environ == {"PATH": "/bin", "NOVAINFER_SUPERVISOR_PID": str(os.getpid())}
+    places = {"NOVAINFER_CACHE_DIR": "/data", "NOVAINFER_KERNEL_DIR": "/kernels", "NOVAINFER_CPU_ISA": "avx2"}
+    environ = child_environment({"NOVAINFER_API_KEY": "secret", "NOVAINFER_PORT": "1", "PATH": "/bin", **places})
+    assert environ == {"PATH": "/bin", "NOVAINFER_SUPERVISOR_PID": str(os.getpid()), **places}
