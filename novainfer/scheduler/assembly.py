@@ -25,7 +25,7 @@ _ENDING_PART = 1 / 4
 # Beside decodes prompts get no more tokens than make a step so long, for so long other streams stand still, or so many
 # times as long as one of the decodes alone; but at least the other part of a full step.
 _PAUSE_SECONDS = 0.2
-_PAUSE_STEPS = 4
+_PAUSE_STEPS = 3
 _LEAST_BESIDE = 1 / 8
 
 
