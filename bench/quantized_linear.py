@@ -1,21 +1,23 @@
 """How fast quantised linears are beside bf16 ones: `python -m bench.quantized_linear [--threads 2] [--rows 1 16 256]`.
 
-For few rows every call takes another copy of the weights, so many of them that no cache holds one until it comes round
-again; the figure to look at is then the rate at which packed weights are read, in terms of what the threads read at
-best, doing nothing else. For many rows it is the time in terms of the bf16 kernel's. Each figure is of the fastest
-call: what else runs on the machine makes calls slower, never faster.
+A layer is run as a step runs it: among others, all in one native call. For few rows each of them has another copy of
+the weights, so many that no cache holds one until it comes round again; the figure to look at is then the rate at which
+packed weights are read, in terms of what the threads read at best just before, doing nothing else. Packed bf16 weights
+may be smaller than they are (native/coded.h); `of_numbers` is the rate at which whole bf16 numbers go by. For many rows
+it is the time in terms of the bf16 kernel's. Each figure is a layer's mean over the fastest of these calls: what else
+runs on the machine makes calls slower, never faster.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from functools import partial
 from typing import Any
 
 import torch
 
 from bench import report, roofline
+from kernels.backend import AttentionMetadata
 from kernels.cpu_backend import CpuBackend
 from kernels.linear.cpu import NativeLinear
 from kernels.linear.schemes import INTEGER_SCHEMES
@@ -39,22 +41,36 @@ def packed_ways(k: int, n: int) -> dict[str, list[NativeLinear]]:
     return ways
 
 
+def seconds_of(layers: list[NativeLinear], count: int) -> float:
+    """Of one layer, on `count` rows, among all of them."""
+    k, n = layers[0].in_features, layers[0].out_features
+    program = CpuBackend().program(count, torch.bfloat16)
+    if program is None:
+        raise SystemExit("there are no native kernels here")
+    x = program.buffer("x", k).copy_(torch.randn(count, k))
+    for layer in layers:
+        program.linear(layer, x, program.buffer("y", n))
+    each = torch.arange(count, dtype=torch.int32)  # tokens: nothing that is recorded looks at where they stand
+    metadata = AttentionMetadata(torch.arange(count + 1, dtype=torch.int32), each, each[:, None], count, 1, count)
+    places = each.long()
+    return roofline.fastest([lambda: program.run(places, places, metadata)], _SECONDS) / len(layers)
+
+
 def measure(rows: list[int]) -> list[dict[str, Any]]:
     """One entry for each shape and number of rows."""
-    rate, results = roofline.measure().bytes_per_second, []
-    print(f"threads read {rate / 1e9:.1f} GB/s")
+    results = []
     for k, n in SHAPES:
         ways = packed_ways(k, n)
         for count in rows:
-            x = torch.randn(count, k).bfloat16()
-            entry: dict[str, Any] = {"k": k, "n": n, "rows": count}
+            rate = roofline.measure().bytes_per_second
+            entry: dict[str, Any] = {"k": k, "n": n, "rows": count, "read_gb_per_second": round(rate / 1e9, 1)}
             for name, copies in ways.items():
-                calls = [partial(copy, x) for copy in copies]
-                seconds = roofline.fastest(calls[:2] if count > 64 else calls, _SECONDS)
+                seconds = seconds_of(copies[:2] if count > 64 else copies, count)
                 entry[f"{name}_us"] = round(seconds * 1e6, 1)
                 entry[f"{name}_read_share"] = round(copies[0].weight_nbytes / seconds / rate, 3)
                 entry[f"{name}_gflops"] = round(2e-9 * count * k * n / seconds)
                 entry[f"{name}_of_bfloat16"] = round(entry["bfloat16_us"] / entry[f"{name}_us"], 3)
+            entry["of_numbers"] = round(entry["bfloat16_read_share"] * 2 * k * n / ways["bfloat16"][0].weight_nbytes, 3)
             print(entry, flush=True)
             results.append(entry)
     return results

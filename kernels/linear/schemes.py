@@ -4,8 +4,8 @@ y = bias + sum over the groups in order of scale * (sum over the group's columns
 is a bf16 number (fp16, or bf16, where the checkpoint brings integers and scales), so that scale * integer is exact in
 fp32: a quantised layer has definite weights, and rounding them is its only error. (A processor that multiplies 16-bit
 integers faster than fp32 numbers may take bf16 rows as such, in steps of 2^-14 of a group's largest number or less. A
-number of 1/128 of it or more is the same then; where smaller ones would lose more than a part in 1,000 of their norm,
-they are multiplied once more with what they lost: see native/wide_rows.h.)
+number of 1/128 of it or more is the same then; where a row's smaller ones would lose more than a part in 1,000 of their
+norm, it is multiplied once more with what they lost: see native/wide_rows.h.)
 
 Where rows are rounded too, x is a whole number times a scale of the row's own group: the group's sum is a whole number
 then, which every processor computes exactly, and is multiplied by the row's scale before the weight's.

@@ -1,8 +1,8 @@
 // Linear layers over integers with rows of 16-bit integers (WidePanel), where there are such.
 //
-// A number far above the rest of its group leaves the rest few bits. Where the rest would lose 2^-10 of its norm or more, which would show
-// if what is above had small weights, the row gets a second row of integers: what was rounded away, in steps of 2^-15 of the first row's.
-// The products of both are added. The row alone decides that, so its bits are the same in every batch.
+// A number far above the rest of its group leaves the rest few bits. Where the rest of a row, of all groups together, would lose 2^-10 of its
+// norm or more, which would show if what is above had small weights, the row gets a second row of integers: what was rounded away, in steps
+// of 2^-15 of the first row's. The products of both are added. The row alone decides that, so its bits are the same in every batch.
 #pragma once
 
 #include "quantized.h"
@@ -17,14 +17,18 @@ INLINE bool wide_quantized(const QuantizedArguments&, const T*, long, void*, lon
 #if defined(NOVA_WIDE_ROWS)
 
 constexpr float kRestBelow = 1024.0f;    // in steps; the largest number of a group has 2^14 or more
-constexpr float kMostLost = 0x1p-20f;    // of the rest, both squared and added up
+constexpr double kMostLost = 0x1p-20;    // of the rest, both squared and added up
 constexpr float kFinerStep = 0x1p-15f;   // of the second row
 
 INLINE Vec rounded_away(const Vec& steps) { return steps - round_integer(steps); }
 
-// Whether a group of a row, whose integers have this step, wants a second one. 0 and NaN: it does not.
-INLINE bool loses(const Bf16* x, long count, float step) {
-    if (!(step > 0.0f)) return false;
+struct Loss {  // squared and added up; in fp64, which holds the square of every number
+    double lost = 0.0, rest = 0.0;
+};
+
+// Of a group of a row, whose integers have this step. 0 and NaN: nothing.
+INLINE Loss loss_of(const Bf16* x, long count, float step) {
+    if (!(step > 0.0f)) return {};
     const Vec inverse = splat(1.0f / step), bound = splat(kRestBelow);
     Vec lost = zero(), rest = zero();
     for (long k = 0; k < count; k += kLanes) {
@@ -33,7 +37,8 @@ INLINE bool loses(const Bf16* x, long count, float step) {
         lost = fma(away, away, lost);
         rest = fma(below, below, rest);
     }
-    return sum_lanes(lost) > kMostLost * sum_lanes(rest);
+    const double square = (double)step * step;
+    return {square * sum_lanes(lost), square * sum_lanes(rest)};
 }
 
 // The rows of a layer, and behind them the second ones.
@@ -48,8 +53,7 @@ struct WideRows {
     long count_second(long* second) const {
         parallel_ranges(m, 4, kElementWork * m * args.layer.k, threads, [&](long begin, long end) {
             for (long row = begin; row < end; row++) {
-                second[row] = 0;
-                for (long i = 0; i < first.groups; i++) second[row] |= wants_second(row, i);
+                second[row] = wants_second(row);
             }
         });
         long count = 0;
@@ -76,11 +80,19 @@ struct WideRows {
   private:
     const Bf16* group_at(long row, long i) const { return x + row * x_stride + i * args.group; }
     long count(long i) const { return smaller(args.group, args.layer.k - i * args.group); }
-    bool wants_second(long row, long i) const { return loses(group_at(row, i), count(i), first.scale(row, i)); }
+    bool wants_second(long row) const {
+        Loss all;
+        for (long i = 0; i < first.groups; i++) {
+            const Loss loss = loss_of(group_at(row, i), count(i), first.scale(row, i));
+            all.lost += loss.lost;
+            all.rest += loss.rest;
+        }
+        return all.lost > kMostLost * all.rest;
+    }
 
-    // What was rounded away of a group goes to a row of its own; nothing, where that is little.
+    // What was rounded away of a group goes to a row of its own.
     void round_again(const RoundedRows<Panel>& rows, long row, long to, long i) const {
-        const float step = wants_second(row, i) ? first.scale(row, i) : 0.0f;
+        const float scale = first.scale(row, i), step = scale > 0.0f ? scale : 0.0f;  // nothing of NaN
         const Vec inverse = splat(step > 0.0f ? 1.0f / step : 0.0f), finer = splat(1.0f / kFinerStep);
         for (long k = 0; k < count(i); k += kLanes) {
             const Vec steps = load_some(group_at(row, i) + k, count(i) - k) * inverse;
