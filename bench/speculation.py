@@ -1,6 +1,7 @@
 """What prompt lookup gains and costs: `python -m bench.speculation [--rounds 5] [--batch 1 4]`. Ends by itself.
 
-Two offline `LLM`s of the same model, one with and one without, take the same requests in turns. `copies` ask for a
+Two offline `LLM`s of the same model, one with and one without, take each batch of requests one after the other, so that
+both meet the same moments of the machine. `copies` ask for a
 story that the conversation has already told, so that the answer stands in the prompt; `fresh` ask for stories that it
 has not. Both sides must say the same tokens. The ratio is of the medians of time.
 """
@@ -35,29 +36,31 @@ def make_prompts(llm: LLM, *, are_told: bool) -> list[list[int]]:
     return prompts
 
 
-def run(llm: LLM, prompts: list[list[int]], batch: int) -> tuple[float, list[list[int]]]:
-    """Seconds for all, `batch` at a time, and the tokens."""
-    answers, began = [], time.perf_counter()
-    for first in range(0, NUM_PROMPTS, batch):
-        results = llm.generate(prompts[first : first + batch], PARAMS, use_tqdm=False)
-        answers += [result["token_ids"] for result in results]
-    return time.perf_counter() - began, answers
+def run(llms: dict[str, LLM], prompts: list[list[int]], batch: int, number: int) -> tuple[dict[str, float], int]:
+    """Seconds for all, `batch` at a time, and how many tokens they are.
+
+    Who is first changes with each batch and with the run's number. Raises SystemExit if the tokens are not the same.
+    """
+    seconds, num_tokens = dict.fromkeys(WAYS, 0.0), 0
+    for turn, first in enumerate(range(0, NUM_PROMPTS, batch), number):
+        said = {}
+        for way in WAYS if turn % 2 else WAYS[::-1]:
+            began = time.perf_counter()
+            results = llms[way].generate(prompts[first : first + batch], PARAMS, use_tqdm=False)
+            seconds[way] += time.perf_counter() - began
+            said[way] = [result["token_ids"] for result in results]
+        if said[WAYS[0]] != said[WAYS[1]]:
+            raise SystemExit("prompt lookup changed the tokens")
+        num_tokens += sum(map(len, said[WAYS[0]]))
+    return seconds, num_tokens
 
 
 def compare(llms: dict[str, LLM], prompts: list[list[int]], batch: int, rounds: int) -> dict[str, Any]:
-    """All rounds; the first one warms up and does not count. Raises SystemExit if the tokens are not the same."""
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    num_tokens = 0
-    for number in range(rounds + 1):
-        said = {}
-        for way in WAYS if number % 2 else WAYS[::-1]:
-            took, said[way] = run(llms[way], prompts, batch)
-            if number:
-                seconds[way].append(took)
-        if said[WAYS[0]] != said[WAYS[1]]:
-            raise SystemExit("prompt lookup changed the tokens")
-        num_tokens = sum(map(len, said[WAYS[0]]))
-    medians = {way: statistics.median(taken) for way, taken in seconds.items()}
+    """All rounds; the first one warms up and does not count."""
+    taken = [run(llms, prompts, batch, number) for number in range(rounds + 1)][1:]
+    seconds = {way: [each[way] for each, _ in taken] for way in WAYS}
+    num_tokens = taken[0][1]
+    medians = {way: statistics.median(all_of) for way, all_of in seconds.items()}
     return {
         "batch": batch,
         "tokens": num_tokens,
