@@ -97,8 +97,12 @@ def folder_of(peer: Peer) -> Path:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Ours for a peer: it fetches nothing from a hub, reports nothing, and no proxy stands between it and the load."""
-    dropped = {"PYTHONPATH", "VIRTUAL_ENV", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"}
+    """Ours for a peer: it fetches nothing from a hub, reports nothing, and no proxy stands between it and the load.
+
+    How its threads wait is its own affair: `OMP_WAIT_POLICY` is what `import workers` says for ours.
+    """
+    ours = {"PYTHONPATH", "VIRTUAL_ENV", "OMP_WAIT_POLICY"}
+    dropped = ours | {"http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"}
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
     return {**kept, **quiet, **extra}
@@ -155,5 +159,9 @@ def wait_for_http(child: Child, url: str) -> float:
 
 def cpu_list() -> str:
     """The cores that we may use, for options that want them by number."""
-    cores = psutil.Process().cpu_affinity()
-    return ",".join(str(core) for core in cores)
+    return ",".join(str(core) for core in psutil.Process().cpu_affinity())
+
+
+def num_cores() -> int:
+    """How many those are."""
+    return len(psutil.Process().cpu_affinity())

@@ -63,8 +63,8 @@ class LlamaServer:
         model = converted(folder, checkpoint, self.gguf_type)
         options = (
             *("--alias", checkpoint.name, "--host", "127.0.0.1", "--port", str(port), "--jinja"),
-            *("--threads", str(os.cpu_count() or 1), "--parallel", str(base.MAX_SEQUENCES)),
-            *("--ctx-size", str(base.KV_TOKENS), "--cache-type-k", "bf16", "--cache-type-v", "bf16"),
+            *("--threads", str(base.num_cores()), "--parallel", str(base.MAX_SEQUENCES)),
+            *("--ctx-size", str(base.KV_TOKENS)),  # fp16, its default: as large as bf16, which its fast attention lacks
         )
         command = (folder / "build" / "bin" / "llama-server", "--model", model, *options)
         with running(self.name, command, env=base.environment(), log=folder / "server.log") as child:

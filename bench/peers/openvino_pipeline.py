@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -89,7 +88,7 @@ class OpenVino:
     def start(self, folder: Path, checkpoint: Path, port: int) -> Iterator[base.Running]:
         """As `Peer`; exports the checkpoint before the clock runs. There is no port."""
         model = exported(folder, checkpoint)
-        properties = {"INFERENCE_NUM_THREADS": os.cpu_count() or 1}
+        properties = {"INFERENCE_NUM_THREADS": base.num_cores()}
         settings = {"num_kv_blocks": base.KV_TOKENS // _TOKENS_PER_BLOCK, "properties": properties}
         # -P: what lies beside the worker is ours and must not be found
         command = (_installation(folder).python, "-P", _WORKER, model, json.dumps(settings))

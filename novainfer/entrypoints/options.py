@@ -24,9 +24,9 @@ from novainfer.errors import ConfigError
 VARIABLE_PREFIX = "NOVAINFER_"
 CONFIG_VARIABLE = "NOVAINFER_CONFIG"
 PRESET_VARIABLE = "NOVAINFER_PRESET"
-# Not options: read by the kernel build, by whoever keeps something for later starts, and by the clients.
+# Not options: read by the kernel build, by whoever keeps something for later starts, by clients, by the comparison.
 PLACE_VARIABLES = frozenset({"NOVAINFER_CACHE_DIR", "NOVAINFER_CPU_ISA", "NOVAINFER_KERNEL_DIR"})
-OTHER_VARIABLES = ("NOVAINFER_BASE_URL", *sorted(PLACE_VARIABLES), "NOVAINFER_SUPERVISOR_PID")
+OTHER_VARIABLES = ("NOVAINFER_BASE_URL", "NOVAINFER_PEERS", *sorted(PLACE_VARIABLES), "NOVAINFER_SUPERVISOR_PID")
 MASK = "****"
 
 _SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from bench.peers.installing import Installation, fingerprint
 from bench.peers.transformers_serve import TextTarget
 from bench.serving import Load, Measured, send
 from bench.workloads import Item
+from novainfer.entrypoints.options import from_environment
 from tests.unit.test_unit_bench import OK_PLAIN, answering, event
 
 pytestmark = pytest.mark.unit
@@ -66,6 +68,7 @@ def test_a_checkpoint_when_a_file_changes_then_its_fingerprint_does(tmp_path: Pa
 def test_peers_when_a_folder_is_chosen_then_they_lie_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOVAINFER_PEERS", "/somewhere")
     assert base.peers_root() == Path("/somewhere")
+    assert from_environment({"NOVAINFER_PEERS": "/somewhere"}) == {}  # our own server takes it for no option of its
     monkeypatch.delenv("NOVAINFER_PEERS")
     assert base.peers_root() == Path.home() / ".cache" / "novainfer" / "peers"
 
@@ -78,6 +81,16 @@ def test_the_environment_of_a_peer_when_made_then_our_packages_and_proxies_are_n
     made = base.environment(EXTRA="1")
     assert not {"PYTHONPATH", "HTTPS_PROXY"} & set(made)
     assert (made["HF_HUB_OFFLINE"], made["EXTRA"]) == ("1", "1")
+
+
+def test_the_environment_of_a_peer_when_our_packages_are_imported_then_nothing_that_they_set_is_in_it() -> None:
+    code = (
+        "import json, os; before = dict(os.environ); from bench.peers import base, registry; "
+        "print(json.dumps([[key, value] for key, value in base.environment().items() if before.get(key) != value]))"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    added = json.loads(subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True).stdout)
+    assert {name for name, _ in added} <= {"HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"}
 
 
 def test_a_process_tree_when_ended_then_orphans_that_ignore_sigterm_are_gone_too(
