@@ -56,6 +56,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until its body is here
         self._body_timer: asyncio.TimerHandle | None = None
         self._num_dropped = 0
+        self._num_framing = 0  # bytes of a request since its head or the last of its body: sizes of chunks, trailers
         self._is_last = False  # nothing that comes is looked at any more
         self._start_header_timer()
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -82,8 +83,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         if not self._awaits_head():
+            self._num_framing += len(data)
             self._parse(data)
-            if self._is_answered():
+            if self._num_framing > MAX_HEADER_BYTES:  # the parser keeps a trailer until it ends
+                self._is_last = True
+                self.transport.close()
+            elif self._is_answered():
                 self._await_next()
             return
         if self._is_answering():
@@ -195,6 +200,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_last:
             return
         self._reads_headers = False
+        self._num_framing = 0
         self._head.begin()
         self._stop_header_timer()
         if self.parser.should_upgrade():  # it is read as one without a body: what follows could be anything
@@ -231,6 +237,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._start_asgi_task(self.cycle, self.app)
 
     def on_body(self, body: bytes) -> None:
+        self._num_framing = 0
         cycle = self.cycle
         if self._is_last or cycle.response_complete:
             return

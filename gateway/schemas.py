@@ -237,6 +237,30 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
     return request, unknown[:_MAX_NAMES]
 
 
+# What nothing looks at once the prompt is made, and what stands there then.
+_SPENT: dict[str, Any] = {
+    "messages": [],
+    "tools": [],
+    "documents": None,
+    "chat_template_kwargs": {},
+    "response_format": None,
+    "reasoning_effort": None,
+    "prompt": "",
+    "user": None,
+}
+Generation = TypeVar("Generation", ChatRequest, CompletionRequest)
+
+
+def without_prompt(request: Generation) -> Generation:
+    """What is kept of a request while it is answered: no more than says how, however much was sent."""
+    fields = _fields_of(type(request))
+    kept = request.model_copy(update={name: value for name, value in _SPENT.items() if name in fields})
+    for part in (kept, kept.stream_options):
+        if part is not None and part.model_extra:
+            part.model_extra.clear()
+    return kept
+
+
 @cache
 def _fields_of(kind: type[BaseModel]) -> frozenset[str]:
     """Their names: to ask the class itself takes two calls, for each request."""

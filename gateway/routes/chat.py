@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.routes.endpoint import Call
 from gateway.routes.generate import generate
-from gateway.schemas import ROLES, ChatRequest, TokenizeRequest
+from gateway.schemas import ROLES, ChatRequest, TokenizeRequest, without_prompt
 from gateway.text_jobs import RenderJob
 from novainfer.errors import InvalidRequestError
 
@@ -22,6 +22,7 @@ async def chat_completions(call: Call) -> None:
     refuse_unsupported(request)
     with service.admit_generation(call.info, request, 1):
         (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
+        request = without_prompt(request)
         await generate(call, request, [(token_ids, "")], headers, model=model, wants_receipt=wants_receipt)
 
 

@@ -6,7 +6,7 @@ from typing import cast
 
 from gateway.routes.endpoint import Call
 from gateway.routes.generate import generate
-from gateway.schemas import MAX_PROMPTS, CompletionRequest
+from gateway.schemas import MAX_PROMPTS, CompletionRequest, without_prompt
 from gateway.text_jobs import DecodeJob, EncodeJob, pack_ids
 from novainfer.errors import InvalidRequestError
 
@@ -23,6 +23,8 @@ async def completions(call: Call) -> None:
     prompts = split_prompts(request.prompt)
     with service.admit_generation(call.info, request, len(prompts)):
         encoded = await _encode(call, request, prompts)
+        del prompts
+        request = without_prompt(request)
         await generate(call, request, encoded, headers, model=model, wants_receipt=wants_receipt)
 
 

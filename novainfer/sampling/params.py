@@ -17,6 +17,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_CHARACTERS = 2048  # of all together: each is a state of an automaton (sampling/stop.py)
 MAX_ID_LIST = 4096
 MAX_BIAS = 100.0
 MAX_SEED = 2**63 - 1
@@ -201,3 +202,6 @@ def _check_stop_strings(stop: tuple[str, ...]) -> None:
     for text in stop:
         if not isinstance(text, str) or not text or len(text) > MAX_STOP_LENGTH:
             raise InvalidRequestError(f"each stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop")
+    if sum(map(len, stop)) > MAX_STOP_CHARACTERS:
+        words = f"the stop strings must have no more than {MAX_STOP_CHARACTERS} characters together."
+        raise InvalidRequestError(words, param="stop")

@@ -56,7 +56,7 @@ class StopMatcher:
         return text if self._include else text[: -len(match)]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _build(stop: tuple[str, ...]) -> _State:
     """The automaton; nothing changes it afterwards, so the choices of a request share one."""
     root = _State(0)

@@ -169,6 +169,7 @@ def test_given_a_body_that_is_no_request_when_sent_then_400(pair: Pair, body: by
     [
         (TEXT, {"prompt": [-1]}, "a list of token ids (whole numbers from 0)"),
         (TEXT, {"prompt": "a", "stop": [None]}, "it is a string or a list of strings"),
+        (TEXT, {"prompt": "a", "stop": ["x" * 1024, "y" * 1024, "z"]}, "no more than 2048 characters together"),
         (CHAT, {"messages": HELLO, "tools": [{}]}, "tools[0]: a tool is an object with a function that has a name"),
         (
             CHAT,

@@ -71,3 +71,31 @@ def test_given_no_garbage_collection_when_requests_have_ended_then_nothing_of_th
         request_one(pair)
     pair.wait_idle()
     pair.scheduler.wait_for(lambda: num_kept() == 0)
+
+
+MARK = "said in vain"
+JUNK = {"junk": [{MARK: []} for _ in range(100)]}
+PROMPTS: list[tuple[str, dict[str, object]]] = [
+    ("/v1/completions", {**BODY, **JUNK, "stream_options": {"include_usage": True, **JUNK}}),
+    ("/v1/chat/completions", {**JUNK, "messages": [{"role": "user", "content": "words", **JUNK}]}),
+]
+
+
+def num_marked() -> int:
+    return sum(type(one) is dict and MARK in one for one in gc.get_objects())
+
+
+@pytest.mark.parametrize(("path", "body"), PROMPTS)
+@pytest.mark.usefixtures("_no_collection")
+def test_given_a_stream_that_is_not_at_its_end_when_looked_at_then_what_its_prompt_was_made_of_is_gone(
+    pair: Pair, path: str, body: dict[str, object]
+) -> None:
+    pair.say("one two three four")
+    pair.scheduler.tokens_before_pause = 2
+    before = num_marked()  # the bodies themselves
+    with pair.http.stream("POST", path, json={**body, "stream": True, "max_tokens": 8}) as response:
+        events = response.iter_lines()
+        assert next(events).startswith("data: ")
+        assert num_marked() == before
+        pair.scheduler.tokens_before_pause = None
+        assert [line for line in events if line][-1] == "data: [DONE]"

@@ -187,6 +187,42 @@ def test_given_an_early_answer_when_trailers_follow_without_an_end_then_none_is_
     in_loop(body)
 
 
+@pytest.mark.parametrize("begins", [b"X: ", b"X"])
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_given_a_trailer_that_does_not_end_when_it_is_as_long_as_a_head_may_be_then_the_connection_ends(
+    begins: bytes, is_answered: bool
+) -> None:
+    async def body() -> None:
+        talk = Talk(reads_body=not is_answered)
+        talk.read(b"POST /open HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+        if is_answered:
+            await talk.answer()
+        talk.read(b"0\r\n" + begins)
+        for _ in range(MAX_HEADER_BYTES // 4096 - 1):
+            talk.read(b"a" * 4096)
+        assert not talk.wire.is_closed
+        talk.read(b"a" * 4096)
+        assert talk.wire.is_closed
+        talk.protocol.connection_lost(None)
+
+    in_loop(body)
+
+
+def test_given_a_long_body_in_small_chunks_when_read_then_their_sizes_are_no_trailers() -> None:
+    async def body() -> None:
+        talk = Talk()
+        talk.wire.pause_reading = lambda: None  # type: ignore[method-assign]
+        talk.read(b"POST /open HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(64):
+            talk.read(b"1\r\nx\r\n" * 1024)
+        talk.read(b"0\r\n\r\n")
+        await talk.answer()
+        assert [len(data) for _, data in talk.got] == [64 * 1024]
+        assert not talk.wire.is_closed
+
+    in_loop(body)
+
+
 def test_given_a_first_line_in_two_reads_when_the_first_part_has_come_then_only_the_headers_timer_runs() -> None:
     async def body() -> None:
         talk = Talk()
