@@ -26,6 +26,7 @@ from workers.row_sampling import to_device
 _CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LEFT_FREE = 512 * MIB  # for others, when a cache's memory is taken before it is used
 _AHEAD_BYTES = 128 * MIB  # always taken beyond what was used
+_CONTROL_GROUP = Path("/sys/fs/cgroup")  # ours, as a container sees it
 _MAX_CPU_SHARE = 4096 * MIB  # default ceiling of the KV caches of all ranks on a CPU host
 
 
@@ -208,9 +209,12 @@ def _available_host_memory(mapped: int) -> int:
     """
     available: int = psutil.virtual_memory().available - mapped
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        limit = (_CONTROL_GROUP / "memory.max").read_text().strip()
         if limit != "max":
-            available = min(available, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+            used = int((_CONTROL_GROUP / "memory.current").read_text())
+            statistics = dict(line.split() for line in (_CONTROL_GROUP / "memory.stat").read_text().splitlines())
+            idle = int(statistics.get("inactive_file", 0))  # pages of files that are given up before anything else
+            available = min(available, int(limit) - used + max(idle - mapped, 0))
     except OSError:
         pass  # no control group (version 2): the host's figure holds
     return max(available, 0)

@@ -47,11 +47,18 @@ class RayWorkerGroup:
         self._spare: SpareRanks | None = None
         self._runs: list[Any] = []  # one object reference per rank, ready when the rank has ended
 
-    def start(self, epoch: int, known: Sequence[str] = (), is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def start(
+        self,
+        epoch: int,
+        known: Sequence[str] = (),
+        is_wanted: Callable[[], bool] = lambda: True,
+        num_blocks: int | None = None,
+    ) -> None:
         """Start all ranks, in the Ray instance that is there or else in a new one. Does not wait for loading.
 
         known: the fingerprints that the group may have; none: any.
         is_wanted: whether to go on waiting for a cluster that has no room yet (its hosts may still be on their way).
+        num_blocks: KV blocks of each rank; None: what there is room for.
         Call it from a thread that lives as long as the group. Importing Ray installs its SIGTERM handler in the main
         thread. Raises `ConfigError` if there are too few GPUs, `EngineError` if our own Ray instance has no room.
         """
@@ -65,7 +72,7 @@ class RayWorkerGroup:
             self._is_placed = False
         if self._is_placed or self._wait_for_room(is_wanted):
             self._is_placed = True
-            self._place(epoch, known)
+            self._place(epoch, known, num_blocks)
 
     def _start_ray(self) -> None:
         self._ray.start()
@@ -170,7 +177,7 @@ class RayWorkerGroup:
     def _wish(self) -> str:
         return f"{len(self._placement.bundle_specs)} ranks with {self._placement.bundle_specs[0]} each"
 
-    def _place(self, epoch: int, known: Sequence[str]) -> None:
+    def _place(self, epoch: int, known: Sequence[str], num_blocks: int | None) -> None:
         """Start all ranks: those of a spare group that stands by, else new ones."""
         self._epoch = epoch
         if self._spare is not None and self._spare.can_serve():
@@ -187,7 +194,7 @@ class RayWorkerGroup:
             if _has_lost_its_host(run):
                 self._hosts[rank] = self._new_host(rank)
         meeting_point = self._meeting_point()
-        launches = [self._launch(rank, epoch, meeting_point, known).to_json() for rank in ranks]
+        launches = [self._launch(rank, epoch, meeting_point, known, num_blocks).to_json() for rank in ranks]
         self._runs = [host.run.remote(launch) for host, launch in zip(self._hosts, launches, strict=True)]
 
     def _new_host(self, rank: int) -> Any:

@@ -22,6 +22,7 @@ _SOURCES = (
     "workers/models",
     "workers/layers",
     "workers/quantized",
+    "workers/tensor_parallel.py",
     "workers/weights.py",
     "workers/kept_config.py",
     "kernels/linear",

@@ -170,7 +170,8 @@ class EngineClient:
         if self._only is not None:
             return self._only.link.session.limits
         found = [one.link.session.limits for one in self._by_service()]
-        return next((limits for limits in found if limits is not None), None)
+        known = [limits for limits in found if limits is not None]
+        return min(known, key=lambda limits: limits.max_model_len, default=None)  # so that it fits wherever it goes
 
     @property
     def open_limits(self) -> EngineInfo | None:

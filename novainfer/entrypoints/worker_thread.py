@@ -19,15 +19,19 @@ logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL = 0.25  # seconds
 _PLACING_PATIENCE = 2.0  # seconds
+_MOST_TRIES = 2  # of groups with as much room as the last one had, in a row
 
 
 class WorkerGroup(Protocol):
     """All ranks of one replica, placed and owned by somebody (Ray). Start follows start, each after an `end`."""
 
-    def start(self, epoch: int, known: Sequence[str], is_wanted: Callable[[], bool]) -> None:
+    def start(
+        self, epoch: int, known: Sequence[str], is_wanted: Callable[[], bool], num_blocks: int | None = None
+    ) -> None:
         """Create every rank; returns when all are placed, before they have loaded. Raises if that is impossible.
 
         known: the fingerprints that the group may have; none: any.
+        num_blocks: KV blocks of each rank; None: what there is room for.
         is_wanted: while it waits for a place, it asks this, and returns without one as soon as that is False.
         """
         ...
@@ -74,7 +78,8 @@ class WorkerThread:
         self._is_stopping = False
         self._may_end = False
         self._prepare_at: float | None = None  # monotonic
-        self._num_blocks = 0  # of each rank
+        self._num_blocks = 0  # of each rank of the newest group that served
+        self._num_tries = 0  # of groups since then
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
         self.losses: deque[tuple[int, str]] = deque()
         self.prepares_spare = False  # a spare group is on its way, and nothing of it has been heard yet
@@ -100,9 +105,10 @@ class WorkerThread:
     def prepare(self, num_blocks: int, known: Sequence[str]) -> None:
         """The group serves, each rank with so many KV blocks: time for a spare one, if there shall be any."""
         with self._news:
+            self._num_blocks, self._num_tries = num_blocks, 0
             if self._has_spares:
                 self._known = known
-                self._num_blocks, self._prepare_at = num_blocks, time.monotonic()
+                self._prepare_at = time.monotonic()
                 self._news.notify()
 
     def expect_end(self) -> None:
@@ -123,7 +129,9 @@ class WorkerThread:
         try:
             while (epoch := self._next_epoch(group)) is not None:
                 try:
-                    group.start(epoch, self._known, lambda: not (self._is_stopping or self._wanted))
+                    group.start(
+                        epoch, self._known, lambda: not (self._is_stopping or self._wanted), self._next_num_blocks()
+                    )
                     self._has_placed.set()
                     self._watch(group, epoch)
                 except Exception as error:
@@ -149,6 +157,14 @@ class WorkerThread:
                     return epoch
                 self._news.wait(due - time.monotonic())
         return None
+
+    def _next_num_blocks(self) -> int | None:
+        """As many as before, so that whatever lives fits the next group too, however much memory is free by then. None,
+        which is what there is room for, if there was no group yet, or groups of that size have failed to serve.
+        """
+        with self._news:
+            self._num_tries += 1
+            return self._num_blocks if self._num_blocks and self._num_tries <= _MOST_TRIES else None
 
     def _watch(self, group: WorkerGroup, epoch: int) -> None:
         while True:

@@ -16,7 +16,8 @@ ROLE_SCHEDULER = "scheduler"
 ROLE_WORKER = "worker"
 ROLE_REPLICA = "replica"  # the supervisor of one of several engines, for the supervisor above it
 
-# To a gateway, where SIGTERM would let it wait for its streams: the engine is gone for good.
+# The engine is gone for good. To a gateway, which SIGTERM would let wait for its streams; to a scheduler, which SIGTERM
+# would let leave its ranks to the next one.
 GIVE_UP_SIGNAL = signal.SIGUSR1
 
 # Of a server that has replaced nothing yet. 0 is "none".

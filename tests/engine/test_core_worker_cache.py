@@ -106,6 +106,21 @@ def test_memory_that_is_available_given_mapped_files_when_asked_then_it_is_less_
     assert free - less == pytest.approx(512 * MIB, abs=128 * MIB)  # others use memory, too
 
 
+def test_memory_that_is_available_given_a_container_when_asked_then_files_that_nobody_uses_do_not_fill_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_CONTROL_GROUP", tmp_path)
+    figures = {"memory.max": 100 * MIB, "memory.current": 90 * MIB}
+    for name, figure in figures.items():
+        (tmp_path / name).write_text(f"{figure}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {5 * MIB}\nfile {85 * MIB}\ninactive_file {60 * MIB}\n")
+    assert kv_cache._available_host_memory(0) == 70 * MIB
+    assert kv_cache._available_host_memory(20 * MIB) == 50 * MIB
+    assert kv_cache._available_host_memory(80 * MIB) == 10 * MIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert kv_cache._available_host_memory(0) > 100 * MIB
+
+
 def test_blocks_when_copied_then_sources_are_read_before_anything_is_written() -> None:
     kernels = select_backend(CPU, "reference")
     layers = [kernels.allocate_kv_cache(4, 16, 2, 8, torch.float32, CPU) for _ in range(2)]

@@ -65,7 +65,9 @@ class FakeWorkers:
         self._fingerprints = fingerprints
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, epoch: int, known: Sequence[str], is_wanted: Callable[[], bool]) -> None:
+    def start(
+        self, epoch: int, known: Sequence[str], is_wanted: Callable[[], bool], num_blocks: int | None = None
+    ) -> None:
         note(self._log, "workers of epoch", epoch)
         note(self._log, "known", "".join(known))
         fingerprint = self._fingerprints[min(epoch, len(self._fingerprints)) - 1]

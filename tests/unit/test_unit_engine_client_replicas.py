@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -109,6 +110,21 @@ async def submit_until_both_have_some(client: EngineClient, count: int = 8) -> l
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
+
+
+def test_given_replicas_with_room_for_contexts_of_different_lengths_when_asked_then_the_shortest_holds(
+    replicas: list[ReplicaThread],
+) -> None:
+    async def body(client: EngineClient) -> None:
+        sessions = [link.session for link in client.links.values()]
+        for session in sessions:
+            limits = session.limits
+            assert limits is not None
+            session.limits = dataclasses.replace(limits, max_model_len=limits.max_model_len - 1)
+            assert client.limits is session.limits
+            session.limits = limits
+
+    with_client(replicas, body)
 
 
 def test_requests_when_there_are_two_replicas_then_both_get_some_and_every_token_comes_once(

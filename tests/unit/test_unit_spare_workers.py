@@ -28,13 +28,17 @@ class Group:
         self.prepare_fault: Exception | None = None
         self.is_whole = True
         self.known: Sequence[str] = ()  # what it was told last
+        self.num_blocks: int | None = None
         self.tended = threading.Semaphore(0)
         self.loads = False  # the spare does not stand by yet
         self.is_prepared = False
 
-    def start(self, epoch: int, known: Sequence[str], is_wanted: Callable[[], bool]) -> None:
+    def start(
+        self, epoch: int, known: Sequence[str], is_wanted: Callable[[], bool], num_blocks: int | None = None
+    ) -> None:
         self.is_whole = True
         self.known = known
+        self.num_blocks = num_blocks
         self.calls.put(("start", epoch))
 
     def is_alive(self) -> bool:
@@ -98,6 +102,22 @@ def test_given_no_spares_when_the_group_serves_then_none_is_asked_for(workers: W
     for _ in range(3):
         assert workers.group.tended.acquire(timeout=PATIENCE)
     assert workers.group.calls.empty()
+
+
+@pytest.mark.parametrize("workers", [0], indirect=True)
+def test_given_a_group_that_has_served_when_it_dies_then_two_more_have_its_room_before_one_looks_for_itself(
+    workers: Workers,
+) -> None:
+    assert workers.group.num_blocks is None
+    for first in (2, 5):
+        workers.thread.prepare(BLOCKS, KNOWN)
+        for epoch, num_blocks in enumerate((BLOCKS, BLOCKS, None), first):
+            workers.group.is_whole = False
+            assert workers.lost.wait(PATIENCE)
+            workers.lost.clear()
+            workers.thread.replace(epoch, 0.0, KNOWN)
+            assert [workers.group.next_call() for _ in range(2)] == [("end",), ("start", epoch)]
+            assert workers.group.num_blocks == num_blocks
 
 
 def test_given_a_spare_when_the_group_dies_then_its_successor_is_started_and_the_next_spare_waits_to_be_asked_for(

@@ -271,8 +271,12 @@ def _from_pretrained(
         if ATTENTION_NAME in reason:
             reason = "its attention layers do not use transformers' attention interface"
         raise UnsupportedModelError(f"transformers cannot load '{hf_config.model_type}': {reason}") from error
+    # GPTQ writers store a bias of zeros where a model has none.
+    no_biases = {name for name, tensor in (state or {}).items() if name.endswith(".bias") and not tensor.any()}
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        names = sorted(str(key) for key in info[kind] if not str(key).endswith("rotary_emb.inv_freq"))
+        ignored = no_biases if kind == "unexpected_keys" else ()
+        names = sorted(name for name in map(str, info[kind]) if not name.endswith("rotary_emb.inv_freq"))
+        names = [name for name in names if name not in ignored]
         if names:
             raise UnsupportedModelError(f"the checkpoint has {kind.replace('_', ' ')}: {', '.join(names[:5])}")
     model.requires_grad_(False)
