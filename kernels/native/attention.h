@@ -110,20 +110,26 @@ void combine_parts(const AttentionArguments& args, const AttentionTask& task, co
     rows.write(total);
 }
 
+constexpr long kPartsPerThread = 32;  // that are kept at a time: one is large, and contexts may be long
+
 // Few tasks with long contexts: the segments of each run on different threads.
 template <class Cache>
 void attend_segments(const AttentionArguments& args, const TaskList& list, long threads) {
     static thread_local Scratch scratch;
-    const long segments = ceil_div(list.longest, kSegment);
-    Totals* parts = scratch.get<Totals>(list.count * segments);
-    parallel_for(list.count * segments, list.work, threads, [&](long i) {
-        const long segment = i % segments * kSegment;
-        TaskRows<Cache> rows(args, list.tasks[i / segments]);
-        if (segment >= rows.seen_end || segment + kSegment <= rows.seen_begin) return;
-        ChunkTiles<Cache> tiles;
-        attend_segment(rows, tiles, segment, {smaller(segment + kSegment, rows.seen_end), nullptr}, parts[i]);
-    });
-    parallel_for(list.count, 0.0, threads, [&](long i) { combine_parts<Cache>(args, list.tasks[i], parts + i * segments); });
+    const long segments = ceil_div(list.longest, kSegment), some = clamp(kPartsPerThread * threads / segments, 1, list.count);
+    Totals* parts = scratch.get<Totals>(some * segments);
+    for (long first = 0; first < list.count; first += some) {
+        const AttentionTask* tasks = list.tasks + first;
+        const long count = smaller(some, list.count - first);
+        parallel_for(count * segments, list.work * count / list.count, threads, [&](long i) {
+            const long segment = i % segments * kSegment;
+            TaskRows<Cache> rows(args, tasks[i / segments]);
+            if (segment >= rows.seen_end || segment + kSegment <= rows.seen_begin) return;
+            ChunkTiles<Cache> tiles;
+            attend_segment(rows, tiles, segment, {smaller(segment + kSegment, rows.seen_end), nullptr}, parts[i]);
+        });
+        parallel_for(count, 0.0, threads, [&](long i) { combine_parts<Cache>(args, tasks[i], parts + i * segments); });
+    }
 }
 
 template <class Cache>

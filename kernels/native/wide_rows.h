@@ -135,7 +135,11 @@ void wide_quantized(const QuantizedArguments& args, const Bf16* x, long x_stride
 INLINE bool wide_quantized(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
     if (args.row_bits != 16) return false;
     const auto multiply = args.bits == 8 ? wide_quantized<8> : wide_quantized<4>;
-    multiply(args, x, x_stride, y, m, threads);
+    const long number_bytes = args.layer.out_dtype == args.layer.dtype ? sizeof(Bf16) : sizeof(float);
+    for (long first = 0; first < m; first += kTileRows) {  // a whole prompt's sums would take much memory for good
+        void* to = (char*)y + first * args.layer.n * number_bytes;
+        multiply(args, x + first * x_stride, x_stride, to, smaller(kTileRows, m - first), threads);
+    }
     return true;
 }
 

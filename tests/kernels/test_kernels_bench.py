@@ -10,6 +10,8 @@ from kernels.cpu_backend import CpuBackend
 from kernels.native.build import library_path
 from kernels.native.library import NativeLibrary
 
+pytestmark = pytest.mark.stage0
+
 
 def test_given_two_builds_when_compared_then_they_take_turns_and_each_case_has_both_rates() -> None:
     order: list[str] = []

@@ -100,6 +100,21 @@ def test_context_of_several_segments_when_decoded_on_any_number_of_threads_then_
             torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_context_of_more_segments_than_are_kept_at_a_time_when_decoded_then_as_on_one_thread(isa: str) -> None:
+    heads = Heads(head_dim=32, group=2, num_kv_heads=3)  # a task each: fewer than twice the threads
+    context = PagedContext(CpuBackend(isa), heads, 12_000, torch.bfloat16)  # 24 segments of 3 tasks; 2 x 32 are kept
+    params, threads = _params(heads, None, None), torch.get_num_threads()
+    decoded = []
+    try:
+        for team in (1, 2):
+            torch.set_num_threads(team)
+            decoded.append(context.attend(params, 11_999, 12_000))
+    finally:
+        torch.set_num_threads(threads)
+    assert same_bits(*decoded)
+
+
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_mixed_batch_with_padding_when_attended_then_each_sequence_as_alone(
