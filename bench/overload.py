@@ -71,6 +71,7 @@ def fairness(bench: Bench, seconds: float) -> dict[str, Any]:
         "light_ttft_p99_ratio": report.percentile(shared, 99) / max(report.percentile(solo, 99), 1e-9),
         "light_requests_alone": len(solo),
         "light_requests_beside": len(shared),
+        "light_refused": sum(len(one.refusals) for one in (*alone, *ramp, *beside)),  # whose waits do not count above
         "heavy_output_throughput": tokens_per_second(heavy, seconds, 2 * seconds),
         "jain_index_equal": jain_index(counts),
         "failed_requests": sum(len(one.failures) for one in (*alone, *ramp, *beside, *heavy, *equal)),
@@ -78,7 +79,7 @@ def fairness(bench: Bench, seconds: float) -> dict[str, Any]:
 
 
 def overload(bench: Bench, seconds: float, factor: float) -> dict[str, Any]:
-    """The most that is possible with as many streams as rows, before and after `factor` times as many requests."""
+    """The most that is possible with more streams than rows, before and after `factor` times as many requests."""
     key = bench.keys[0]
     num_input, num_output = SIZES["overload"]
     warm = max(seconds / 6, WARM_SECONDS)

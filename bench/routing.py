@@ -8,17 +8,15 @@ change at random. One of 200 beginnings each.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
-from pathlib import Path
 
+from bench import report
 from novainfer.client.router import Load, Router
 from novainfer.protocol.messages import AddRequest
 from novainfer.sampling.params import SamplingParams
 
-REPLICAS = (1, 2, 4, 8)
 NUM_PREFIXES = 200
 PREFIX_TOKENS, SUFFIX_TOKENS = 512, 64
 MOST_SEQUENCES = 8  # that a replica has besides
@@ -68,16 +66,16 @@ def main() -> None:
     """Print a table; with --output write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--output", help="JSON file for the result")
     options = parser.parse_args()
     requests = make_requests(options.requests, random.Random(0))
-    rows = [measure(replicas, requests) for replicas in REPLICAS]
+    rows = [measure(replicas, requests) for replicas in options.replicas]
     print("replicas  us/request (spread)  beginning found  at random")
     for row in rows:
         cost = f"{row['us_per_request']:.1f} ({row['us_spread']:.1f})"
         print(f"{row['replicas']:8}  {cost:>19}  {row['found']:15.1%}  {row['found_at_random']:9.1%}")
-    if options.output:
-        options.output.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    report.write({"kind": "routing", "results": rows}, options.output)
 
 
 if __name__ == "__main__":
