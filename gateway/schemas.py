@@ -248,10 +248,10 @@ _SPENT: dict[str, Any] = {
     "prompt": "",
     "user": None,
 }
-Generation = TypeVar("Generation", ChatRequest, CompletionRequest)
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 
 
-def without_prompt(request: Generation) -> Generation:
+def without_prompt(request: Asked) -> Asked:
     """What is kept of a request while it is answered: no more than says how, however much was sent."""
     fields = _fields_of(type(request))
     kept = request.model_copy(update={name: value for name, value in _SPENT.items() if name in fields})
