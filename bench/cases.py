@@ -18,6 +18,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 LONG_PROMPT_TOKENS = 1024
 PREFIX_TOKENS, OWN_TOKENS = 512, 32
 CHAT_TOKENS = 32
+CHAT_PROMPT_TOKENS = CHAT_TOKENS + 14  # with what the template of `bench.make_checkpoint` puts around them
 NUM_CHATS = 20
 NUM_REQUESTS = {1: 4, 4: 8, 16: 32}  # by concurrency
 NUM_LONG, NUM_WARM, NUM_AT_ONCE = 3, 8, 16

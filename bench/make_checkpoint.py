@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _SPECIALS = (END_OF_TEXT, IM_START, IM_END)
-_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -112,7 +112,7 @@ def make_checkpoint(shape: Shape, folder: Path, seed: int = 0, device: torch.dev
     make_tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
     names = {"eos_token": IM_END, "pad_token": END_OF_TEXT, "model_max_length": shape.context}
     _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
-    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
 def _write_weights(path: Path, shape: Shape, seed: int, device: torch.device) -> None:

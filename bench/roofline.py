@@ -85,6 +85,7 @@ def limits(decoder: Decoder, machine: Machine) -> dict[str, float]:
         "prompt of 1024, TTFT": (cases.LONG_PROMPT_TOKENS, 0),
         "prefix cold, TTFT": (cases.PREFIX_TOKENS + cases.OWN_TOKENS, 0),
         "prefix warm, TTFT": (cases.OWN_TOKENS, cases.PREFIX_TOKENS),
+        cases.CHAT.name: (cases.CHAT_PROMPT_TOKENS, 0),
     }
     for name, row in first.items():
         found[name, "ms"] = 1000 * decoder.step_seconds(machine, [row])

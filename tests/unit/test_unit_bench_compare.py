@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from bench import cases, compare, comparison, foreign, gate, workloads
 from bench.comparison import PeerRound
-from bench.make_checkpoint import make_tokenizer
+from bench.make_checkpoint import CHAT_TEMPLATE, make_tokenizer
 from bench.peers.base import Running
 from bench.peers.registry import OURS, OURS_INT8, PEERS, chosen
 from bench.serving import Measured
@@ -77,6 +78,15 @@ def test_a_prompt_when_written_as_text_then_it_is_as_many_tokens_and_keeps_its_p
     assert [len(ids) for ids in encoded] == [49] * 4
     assert len({tuple(ids[:17]) for ids in encoded}) == 1
     assert len({tuple(ids) for ids in encoded}) == 4
+
+
+def test_a_chat_when_written_out_then_its_prompt_is_as_long_as_the_limit_counts() -> None:
+    messages = [{"role": "user", "content": text} for text in cases.chats(VOCABULARY, 0)]
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as in transformers
+    template = environment.from_string(CHAT_TEMPLATE)
+    prompts = [template.render(messages=[message], add_generation_prompt=True) for message in messages]
+    lengths = [len(encoded.ids) for encoded in make_tokenizer(VOCABULARY).encode_batch(prompts)]
+    assert lengths == [cases.CHAT_PROMPT_TOKENS] * cases.NUM_CHATS
 
 
 def test_figures_when_computed_then_prefill_counts_and_an_event_after_the_last_token_does_not() -> None:
