@@ -214,6 +214,7 @@ class _Answer(ABC, Generic[Logprobs]):
     ) -> None:
         self._generation = generation
         self._record = record
+        self._num_prompt_top = request.prompt_logprobs
         self._wants_prompts = request.prompt_logprobs is not None
         self._is_plain = not (record.logprobs or self._wants_prompts or record.token_ids)  # tells texts, as most do
         self._logprobs: list[Logprobs] = [logprobs() for _ in generation.outputs] if record.logprobs else []
@@ -276,7 +277,7 @@ class ChatAnswer(_Answer[ChatLogprobs]):
         prompt = self._generation.prompts[0]
         more: dict[str, Any] = {"prompt_token_ids": prompt.token_ids} if self._record.token_ids else {}
         if self._wants_prompts:
-            logprobs = PromptLogprobs()
+            logprobs = PromptLogprobs(self._num_prompt_top)
             await _describe(self._generation, prompt, logprobs)
             more["prompt_logprobs"] = logprobs.write()
         return more
@@ -289,6 +290,7 @@ class CompletionAnswer(_Answer[CompletionLogprobs]):
 
     def __init__(self, generation: Generation, record: StreamRecord, request: CompletionRequest) -> None:
         super().__init__(generation, record, request, CompletionLogprobs)
+        self._num_top = request.logprobs
         self._prompts: dict[str, tuple[CompletionLogprobs, dict[str, Any]]] = {}  # by request id
 
     async def _choice(self, whole: ChoiceDelta) -> dict[str, Any]:
@@ -309,7 +311,8 @@ class CompletionAnswer(_Answer[CompletionLogprobs]):
 
     async def _prompt(self, prompt: PromptState) -> tuple[CompletionLogprobs, dict[str, Any]]:
         """The log-probabilities of its echo, and the fields that each of its choices has: written once."""
-        echo, logprobs = CompletionLogprobs(), PromptLogprobs()
+        # The engine gives one number of alternatives, the larger one of what both are asked for.
+        echo, logprobs = CompletionLogprobs(num_top=self._num_top), PromptLogprobs(self._num_prompt_top)
         sinks = [echo] if self._record.echo and self._logprobs else []
         if sinks or self._wants_prompts:
             await _describe(self._generation, prompt, *sinks, *([logprobs] if self._wants_prompts else []))

@@ -14,7 +14,7 @@ _KEPT = 2**15  # tokens whose JSON is kept
 
 @lru_cache(_KEPT)
 def _label(data: bytes, ascii_only: bool) -> str:
-    """The token's text, quoted; one that is only part of a character is spelled as bytes: labels stay unique."""
+    """The token's text, quoted; one that is only part of a character is spelled as bytes. Tokens may share a text."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
@@ -58,20 +58,25 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of a text completion, or the part of it that an echoed prompt has."""
+    """`choices[].logprobs` of a text completion, or the part of it that an echoed prompt has.
 
-    def __init__(self, *, ascii_only: bool = False) -> None:
+    num_top: how many alternatives are told of a token, of which more may be known (None = all).
+    """
+
+    def __init__(self, *, ascii_only: bool = False, num_top: int | None = None) -> None:
         self._ascii_only = ascii_only
+        self._num_top = num_top
         self._tokens, self._logprobs, self._tops, self._offsets = self._lists = [_Items() for _ in range(4)]
 
     def add(self, entry: TokenLogprob) -> None:
         """The next token."""
-        name, own = _label(entry.token.data, self._ascii_only), _number(entry.logprob)
-        tops = {_label(token.data, self._ascii_only): _number(logprob) for token, logprob in entry.top}
-        tops[name] = own
-        self._tokens.add(name)
-        self._logprobs.add(own)
-        self._tops.add("{" + ",".join([f"{label}:{logprob}" for label, logprob in tops.items()]) + "}")
+        tops: dict[str, float] = {}
+        for token, logprob in (*entry.top[: self._num_top], (entry.token, entry.logprob)):
+            label = _label(token.data, self._ascii_only)
+            tops[label] = max(logprob, tops.get(label, logprob))  # the likeliest of the tokens with this text
+        self._tokens.add(_label(entry.token.data, self._ascii_only))
+        self._logprobs.add(_number(entry.logprob))
+        self._tops.add("{" + ",".join([f"{label}:{_number(logprob)}" for label, logprob in tops.items()]) + "}")
         self._offsets.add(str(entry.text_offset))
 
     def add_prompt(self, token: TokenText, offset: int, entry: TokenLogprob | None) -> None:
@@ -102,9 +107,13 @@ class CompletionLogprobs:
 
 
 class PromptLogprobs:
-    """vLLM's `prompt_logprobs`: for each prompt token a map of token id to its log-probability."""
+    """vLLM's `prompt_logprobs`: for each prompt token a map of token id to its log-probability.
 
-    def __init__(self) -> None:
+    num_top: how many alternatives are told of a token, of which more may be known (None = all).
+    """
+
+    def __init__(self, num_top: int | None = None) -> None:
+        self._num_top = num_top
         self._items = _Items()
 
     def add_prompt(self, token: TokenText, offset: int, entry: TokenLogprob | None) -> None:
@@ -112,7 +121,8 @@ class PromptLogprobs:
         if entry is None:
             self._items.add("null")
             return
-        ranks = {t.token_id: _ranked(t, logprob, rank) for rank, (t, logprob) in enumerate(entry.top, 1)}
+        top = entry.top[: self._num_top]
+        ranks = {t.token_id: _ranked(t, logprob, rank) for rank, (t, logprob) in enumerate(top, 1)}
         ranks[token.token_id] = _ranked(token, entry.logprob, entry.rank)
         self._items.add("{" + ",".join(ranks.values()) + "}")
 

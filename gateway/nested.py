@@ -14,7 +14,7 @@ _Known = Mapping[str, Any]
 _FUNCTION_CALL: _Known = {"name": None, "arguments": None}
 _MESSAGE: _Known = {
     "role": None,
-    "content": {"type": None, "text": None},
+    "content": {"type": None, "text": None, "refusal": None},
     "name": None,
     "tool_calls": {"id": None, "type": None, "index": None, "function": _FUNCTION_CALL},
     "tool_call_id": None,

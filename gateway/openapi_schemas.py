@@ -110,7 +110,6 @@ def _sampling(bounds: ModelBounds) -> dict[str, Schema]:
     fields: dict[str, Schema] = {name: _integer(*both) for name, both in INT_BOUNDS.items()}
     for name, (low, high) in FLOAT_BOUNDS.items():
         fields[name] = {"type": "number", "minimum": low, "maximum": high}
-    fields["top_p"] = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
     fields["top_k"] = _integer(-1, INT_BOUNDS["top_k"][1])
     fields["max_tokens"] = fields["max_completion_tokens"] = _integer(1, bounds.max_model_len - 1)
     fields["top_logprobs"] = fields["logprobs"]
@@ -133,17 +132,18 @@ def _completion(bounds: ModelBounds) -> dict[str, Schema]:
     return {"prompt": {"anyOf": [_text(1), ids, _array(_text(1), 1, MAX_PROMPTS), _array(ids, 1, MAX_PROMPTS)]}}
 
 
-_PART: Schema = {
-    "type": "object",
-    "required": ["text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
+def _part(kind: str) -> Schema:
+    properties = {"type": {"const": kind}, kind: {"type": "string"}}
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_PART: Schema = {"anyOf": [_part("text"), _part("refusal")]}
 _MESSAGE: Schema = {
     "type": "object",
     "required": ["role"],
     "properties": {
         "role": {"enum": sorted(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, _PART, _array(_PART), {"type": "null"}]},
+        "content": {"anyOf": [{"type": "string"}, _array(_PART, 1), {"type": "null"}]},
     },
 }
 _MESSAGES = _array(_MESSAGE, 1, MAX_MESSAGES)
@@ -167,7 +167,7 @@ def _chat() -> dict[str, Schema]:
     return {
         **_RENDERED,
         "modalities": _array({"const": "text"}, 1, 1),
-        "response_format": {"type": "object", "properties": {"type": {"const": "text"}}},
+        "response_format": {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}},
     }
 
 

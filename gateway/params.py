@@ -47,10 +47,10 @@ def check_repeated(
         return
     num_tokens = sum(len(token_ids) for token_ids, _ in prompts)
     is_chat = isinstance(request, ChatRequest)
-    shapes = (request.prompt_logprobs is not None) + (params.prompt_logprobs is not None and _echoes_logprobs(request))
+    tops = request.prompt_logprobs, params.logprobs if _echoes_logprobs(request) else None  # as each field tells them
     name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
     # A whole chat tells its prompt's beside the choices.
-    entries = (1 if is_chat else params.n) * num_tokens * shapes * ((params.prompt_logprobs or 0) + 1)
+    entries = (1 if is_chat else params.n) * num_tokens * sum(top + 1 for top in tops if top is not None)
     if entries > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
             f"{name}: the answer would tell {entries} log-probabilities of prompts: n x prompt tokens x ({name} + 1). "
@@ -75,6 +75,7 @@ def draw_seed() -> int:
 def _sampling_params(
     request: ChatRequest | CompletionRequest, num_prompt_tokens: int, tokenizer: Tokenizer, info: EngineInfo
 ) -> SamplingParams:
+    _refuse_contradictions(request)
     if isinstance(request, ChatRequest):
         logprobs, prompt_logprobs = _chat_logprobs(request)
     else:
@@ -173,22 +174,24 @@ def _chat_logprobs(request: ChatRequest) -> tuple[int | None, int | None]:
     """Of the output, and of the prompt."""
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    _refuse_streamed_prompt_logprobs(request)
     return (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs
 
 
 def _completion_logprobs(request: CompletionRequest) -> tuple[int | None, int | None]:
     """The same."""
-    _refuse_streamed_prompt_logprobs(request)
     logprobs, prompt = request.logprobs, request.prompt_logprobs
     if logprobs is not None and request.echo and (prompt is None or 0 <= prompt < logprobs):
         prompt = logprobs
     return logprobs, prompt
 
 
-def _refuse_streamed_prompt_logprobs(request: GenerationRequest) -> None:
+def _refuse_contradictions(request: GenerationRequest) -> None:
+    """Fields that are right in themselves, and wrong for a stream or for what is none."""
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+    if request.stream_options is not None and not request.stream:
+        words = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
+        raise InvalidRequestError(words, param="stream_options")
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

@@ -29,7 +29,7 @@ async def chat_completions(call: Call) -> None:
 def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> RenderJob:
     """The work of rendering the template and tokenising the prompt. Raises `InvalidRequestError`."""
     messages = request.messages or []
-    _check_roles(messages)
+    _check_messages(messages)
     add_prompt = request.add_generation_prompt
     if add_prompt is None:
         add_prompt = not request.continue_final_message
@@ -47,9 +47,8 @@ def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> Rend
 
 def refuse_unsupported(request: ChatRequest) -> None:
     """Refuse what would need constrained output or other media, rather than answer without it."""
-    kind = (request.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise InvalidRequestError("Only the response_format 'text' is supported yet.", param="response_format")
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise InvalidRequestError("Only response_format of type 'text' is supported yet.", param="response_format")
     refuse_tool_choice(request)
     if request.modalities != ["text"]:
         raise InvalidRequestError("Only the modality 'text' is supported.", param="modalities")
@@ -61,11 +60,14 @@ def refuse_tool_choice(request: ChatRequest | TokenizeRequest) -> None:
         raise InvalidRequestError("Only tool_choice 'auto' and 'none' are supported yet.", param="tool_choice")
 
 
-def _check_roles(messages: list[dict[str, Any]]) -> None:
-    for message in messages:
+def _check_messages(messages: list[dict[str, Any]]) -> None:
+    """What OpenAI asks of them and a template does not."""
+    for number, message in enumerate(messages):
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise InvalidRequestError(f"A message's role must be one of {', '.join(sorted(ROLES))}.", param="messages")
+        if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+            raise InvalidRequestError(f"messages[{number}].tool_call_id must be a string.", param="messages")
 
 
 def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -149,8 +149,6 @@ def _check_fields(params: SamplingParams) -> None:
             raise InvalidRequestError(f"{name} must be true or false.", param=name)
     if 0.0 < params.temperature < MIN_TEMPERATURE:
         raise InvalidRequestError(f"temperature must be 0 or at least {MIN_TEMPERATURE:g}.", param="temperature")
-    if params.top_p == 0.0:
-        raise InvalidRequestError("top_p must be above 0.", param="top_p")
     if params.min_tokens > params.max_tokens:
         raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
 

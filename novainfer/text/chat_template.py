@@ -7,6 +7,7 @@ Templates come from the checkpoint or the operator, never from a request.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -112,7 +113,8 @@ class ChatTemplate:
         source = self._sources[name]
         keeps = {"keep_developer": "developer" in source, "keep_none": _ASKS_FOR_NONE.search(source) is not None}
         plain = [_plain_message(message, f"messages[{number}]", **keeps) for number, message in enumerate(messages)]
-        variables: dict[str, Any] = {**(template_kwargs or {}), **self._special_tokens}
+        # transformers always defines `documents`, and templates ask whether it is none.
+        variables: dict[str, Any] = {"documents": None, **(template_kwargs or {}), **self._special_tokens}
         variables.update(
             messages=_marked(plain) if continue_final_message else plain,
             tools=list(tools) if tools else None,
@@ -197,7 +199,7 @@ def _plain_message(message: Message, where: str, *, keep_developer: bool, keep_n
     keep_none: the template knows messages that are calls alone by content that is none.
     """
     plain = {key: value for key, value in message.items() if value is not None}
-    plain["content"] = _text_content(message.get("content"), where)
+    plain["content"] = _text_content(plain, where)
     if plain.get("role") == "developer" and not keep_developer:
         plain["role"] = "system"  # the newer name of the same role; most templates know only the older
     calls = plain.pop("tool_calls", [])
@@ -209,16 +211,29 @@ def _plain_message(message: Message, where: str, *, keep_developer: bool, keep_n
     return plain
 
 
-def _text_content(content: Any, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts: list[str] = []
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"{where}.content: only text is supported.", param="messages")
-        texts.append(text)
-    return "\n".join(texts)
+def _text_content(message: Message, where: str) -> str:
+    """The message's words. Only an assistant may have none, where it refused or called something instead."""
+    content, is_answer = message.get("content"), message.get("role") == "assistant"
+    if content is None and is_answer:
+        content = message.get("refusal")
+        if content is None and ("function_call" in message or message.get("tool_calls", []) != []):
+            return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:  # no words are nearly always a slip, such as a misspelt name
+        words = f"{where}.content must be a string, or a list of at least one text part."
+        raise InvalidRequestError(words, param="messages")
+    kinds = ("text", "refusal") if is_answer else ("text",)
+    return "\n".join(_text_of_part(part, kinds, where) for part in content)
+
+
+def _text_of_part(part: Any, kinds: tuple[str, ...], where: str) -> str:
+    """Which stands under the name of its type."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(kind) if kind in kinds else None
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{where}.content: only text is supported.", param="messages")
+    return text
 
 
 def _plain_tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -226,13 +241,13 @@ def _plain_tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         words = f"{where} must be a list of objects, each with a function that has a name."
         raise InvalidRequestError(words, param="messages")
-    given = function.get("arguments") or {}
-    try:
-        arguments = json.loads(given) if isinstance(given, str) else given
-        if isinstance(arguments, dict):
-            arguments = _Arguments(arguments, given if isinstance(given, str) else _to_json(given))
-    except (ValueError, RecursionError):
-        raise InvalidRequestError(f"{where}: the arguments of a call are not JSON.", param="messages") from None
+    arguments = given = function.get("arguments") or {}
+    if isinstance(given, str):
+        # What a model wrote may be no JSON; it comes back so that the model can see and mend it.
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(given)
+    if isinstance(arguments, dict):
+        arguments = _Arguments(arguments, given if isinstance(given, str) else _to_json(given))
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -155,6 +155,13 @@ def test_given_a_cancelled_prompt_when_its_logprobs_were_asked_for_then_those_it
     assert [item is None for item in described] == [True, False, False] + [True] * (len(PROMPTS[0]) - 3)
 
 
+def test_given_a_top_p_of_zero_when_generated_then_the_tokens_are_the_greedy_ones(llm: LLM) -> None:
+    sampled = [SamplingParams(temperature=1.5, top_p=0.0, seed=seed, max_tokens=12) for seed in range(len(PROMPTS))]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    found, wanted = (tokens(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (sampled, greedy))
+    assert found == wanted
+
+
 def test_given_one_stop_string_when_not_in_a_list_then_it_is_one(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12)
     text = llm.generate("hello", params, use_tqdm=False)[0]["text"]

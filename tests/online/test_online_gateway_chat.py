@@ -216,6 +216,18 @@ def test_given_tools_and_kwargs_when_sent_then_only_what_the_template_uses_chang
     )
 
 
+def test_given_a_conversation_with_calls_and_refusals_when_sent_back_then_it_is_answered(pair: Pair) -> None:
+    """The arguments of the first call are what a model wrote, and no JSON: it shall see them and try again."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": '}}
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
+    calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "content": "no JSON", "tool_call_id": "1"}
+    body = {"messages": [*HELLO, refusal, *HELLO, calls, result], "max_tokens": 1, "stream_options": None}
+    assert pair.post("/v1/chat/completions", body).status_code == 200
+    prompt = pair.tokenizer.decode(pair.scheduler.added[0].prompt_token_ids, skip_special_tokens=False)
+    assert "<|im_start|>assistant\nI will not.<|im_end|>" in prompt
+
+
 def test_given_unknown_and_null_fields_when_sent_then_they_are_named_or_absent(pair: Pair) -> None:
     body = {"messages": HELLO, "max_tokens": 2, "store": True, "zeta": 1, "stop": None, "seed": None, "suffix": None}
     response = pair.post("/v1/chat/completions", body | {"bad\nname": 1, "metadata": {}})

@@ -72,6 +72,17 @@ def test_given_echo_with_logprobs_when_completed_then_prompt_and_output_line_up(
     assert tokens == logprobs["tokens"]
 
 
+@pytest.mark.parametrize(("of_texts", "of_prompt"), [(1, 5), (5, 1), (0, 2)])
+def test_given_an_echo_with_logprobs_and_prompt_logprobs_when_completed_then_each_tells_as_many_as_it_was_asked_for(
+    pair: Pair, of_texts: int, of_prompt: int
+) -> None:
+    body = {"prompt": "hello world, the fox", "echo": True, "logprobs": of_texts, "prompt_logprobs": of_prompt}
+    choice = pair.post("/v1/completions", {**body, "max_tokens": 2}).json()["choices"][0]
+    # The token itself is the first of the alternatives here; it is told in any case.
+    assert {len(top) for top in choice["logprobs"]["top_logprobs"][1:]} == {max(of_texts, 1)}
+    assert {len(ranks) for ranks in choice["prompt_logprobs"][1:]} == {of_prompt}
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [

@@ -38,7 +38,7 @@ def check(response: httpx.Response, status: int, param: str | None = None, code:
     ("field", "values"),
     [
         ("temperature", [-1, 101, "1", True, [], {}, HUGE]),
-        ("top_p", [0, -0.1, 1.1, "x", False]),
+        ("top_p", [-0.1, 1.1, "x", False]),
         ("top_k", [-2, 1.5, True, 2**63, HUGE]),
         ("min_p", [-0.1, 1.1]),
         ("presence_penalty", [-2.1, 2.1, "0"]),
@@ -56,7 +56,7 @@ def check(response: httpx.Response, status: int, param: str | None = None, code:
         ("bad_words", [["the fox jumps over it"], [""], [5], ["x"] * 257, ["x" * 129]]),
         ("ignore_eos", [1, "true"]),
         ("stream", [1, "yes"]),
-        ("stream_options", [5, {"include_usage": 1}]),
+        ("stream_options", [5, {"include_usage": 1}, {"include_usage": True}, {}]),
         ("cache_salt", ["a b", "x" * 129, 5]),
         ("priority", [2**31, 0.5]),
         ("prefix_cache", [1]),
@@ -91,9 +91,16 @@ def test_given_a_number_out_of_bounds_when_sent_then_the_bounds_are_written_out(
         (CHAT, "messages", "hello"),
         (CHAT, "messages", [{"role": "robot", "content": "x"}]),
         (CHAT, "messages", [{"content": "x"}]),
+        (CHAT, "messages", [{"role": "user"}]),
+        (CHAT, "messages", [{"role": "tool", "content": "x"}]),
+        (CHAT, "messages", [{"role": "tool", "content": "x", "tool_call_id": 5}]),
         (CHAT, "messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
         (CHAT, "top_logprobs", 3),
         (CHAT, "logprobs", 3),
+        (CHAT, "response_format", {}),
+        (CHAT, "response_format", {"type": None}),
+        (CHAT, "response_format", {"type": "words"}),
+        (CHAT, "response_format", {"json_schema": {}}),
         (CHAT, "response_format", {"type": "json_object"}),
         (CHAT, "response_format", {"type": "json_schema", "json_schema": {}}),
         (CHAT, "tool_choice", "required"),
@@ -180,7 +187,11 @@ def test_given_a_body_that_is_no_request_when_sent_then_400(pair: Pair, body: by
         (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
         (CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls must be"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls must be"),
-        (CHAT, {"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content: only text"),
+        (CHAT, {"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content must be"),
+        (CHAT, {"messages": [*HELLO, {"role": "user", "contents": "typo"}]}, "messages[1].content must be"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id must be"),
+        ("/tokenize", {"messages": [{"role": "user", "content": []}]}, "messages[0].content must be"),
+        (CHAT, {"messages": HELLO, "stream_options": {}}, "only allowed when 'stream' is enabled"),
     ],
 )
 def test_given_a_value_of_a_wrong_shape_when_sent_then_400_says_where_and_what_it_should_be(
@@ -314,7 +325,7 @@ WRONG: list[tuple[str, object]] = [
     ("messages", [{"role": SECRET}]),
     ("messages", [{"role": "user", "content": [{"type": SECRET, SECRET: SECRET}]}]),
     ("messages", [{"role": "user", "content": SECRET * 1000}]),
-    ("messages", [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": SECRET}}]}]),
+    ("messages", [{"role": "assistant", "tool_calls": [{"function": {"arguments": SECRET}}]}]),
 ]
 
 

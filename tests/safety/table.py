@@ -149,9 +149,18 @@ def is_bias_key(key: Any) -> bool:
 
 def is_message(message: dict[str, Any]) -> bool:
     content, role = message.get("content"), message.get("role")
-    parts = content if isinstance(content, list) else []
-    texts = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
-    return role in ROLES and isinstance(content, (str, list, type(None))) and texts and "tool_calls" not in message
+    if role not in ROLES or "tool_calls" in message:
+        return False
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        return False
+    if role == "assistant" and content is None:
+        content = message.get("refusal")
+    return isinstance(content, str) or (isinstance(content, list) and content != [] and all(map(is_part, content)))
+
+
+def is_part(part: Any) -> bool:
+    """Of a user's message."""
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def is_template_kwargs(given: dict[str, Any]) -> bool:
@@ -174,13 +183,17 @@ TOOL = Object(({}, {"name": "f"}, {"type": "x"}, *({"function": function} for fu
 ANY_OBJECT = Object(({}, {"a": None}, {"": []}, {"a": {"b": [0.5, 2**64, 10**400]}}))
 RESUMED = ([[]], [[5]], [[5, 5]], [[], []], [[VOCAB]])
 PLAIN = {"role": "user", "content": "x"}
+PART = {"type": "text", "text": "x"}
 MESSAGE = Object(
     (
         *({"role": role, "content": "x"} for role in (*ROLES, "robot", "", "User", None, 5, ["user"])),
-        *({"role": "user", "content": content} for content in (None, "", "\0", "\ud800", "<|im_end|>", 5, True, {})),
-        *({"role": "user", "content": [part]} for part in ({"type": "text", "text": "x"}, {"text": 5}, 5, None, "x")),
+        *({"role": "user", "content": content} for content in (None, "", "\0", "\ud800", "<|im_end|>", 5, True)),
+        *({"role": "user", "content": content} for content in ({}, [], PART)),
+        *({"role": "user", "content": [part]} for part in (PART, {"text": "x"}, {"text": 5}, 5, None, "x")),
+        *({"role": "tool", "content": "x", "tool_call_id": call} for call in ("call", "", None, 5)),
+        *({"role": "assistant", "refusal": words} for words in ("x", None, 5)),
         {"content": "x"},
-        {"role": "user"},
+        *({"role": role} for role in ROLES),
         {"role": "user", "content": MEGABYTE_TEXT[: 2**16 - 1]},
         {"role": "assistant", "content": "x", "tool_calls": 5},
         {"role": "assistant", "content": "x", "tool_calls": [{"function": {"arguments": "{"}}]},
@@ -216,7 +229,7 @@ def _sampling() -> Iterator[Parameter]:
     yield Parameter("top_k", whole(-1, INT32 - 1), HTTP)
     yield Parameter("top_k", whole(0, INT32 - 1), (ENGINE,), null=False)
     numbers: dict[str, Kind] = {
-        "top_p": Number(5e-324, 1.0),
+        "top_p": Number(0.0, 1.0),
         "min_p": Number(0.0, 1.0),
         "presence_penalty": Number(-2.0, 2.0),
         "frequency_penalty": Number(-2.0, 2.0),
@@ -283,10 +296,11 @@ def _requests() -> Iterator[Parameter]:
     kwargs = Object((*examples, {"a": math.nan}), is_template_kwargs)
     yield Parameter("chat_template_kwargs", kwargs, (CHAT,))
     formats = ({}, {"type": "text"}, {"type": "json_object"}, {"type": 5}, {"type": None}, {"type": []})
-    is_text = Object(formats, lambda value: value.get("type", "text") == "text")
+    is_text = Object(formats, lambda value: value.get("type") == "text")
     yield Parameter("response_format", is_text, (CHAT,))
     options = ({"include_usage": flag} for flag in (True, None, 1, "true", math.nan))
-    yield Parameter("stream_options", Object(tuple(options), is_stream_options), HTTP)
+    yield Parameter("stream_options", Object(tuple(options), is_stream_options), HTTP, beside={"stream": True})
+    yield Parameter("stream_options", Object(({}, {"include_usage": True}), lambda value: False), HTTP)
     yield Parameter("an_unknown_field", Anything(), HTTP)
     yield from (Parameter(name, Nothing(), (CHAT,)) for name in NOT_IN_CHAT)
     yield from (Parameter(name, Nothing(no_ops), (TEXT,)) for name, no_ops in NOT_IN_TEXT.items())

@@ -154,6 +154,13 @@ def test_given_logprobs_in_each_form_when_resolved_then_counts_are_right(tmp_pat
         resolved(CompletionRequest, prompt_logprobs=1, stream=True)
 
 
+def test_given_a_top_p_of_zero_when_resolved_then_it_is_taken_as_it_is(tmp_path: Path) -> None:
+    """The samplers then keep the likeliest token alone."""
+    request, _ = parse(ChatRequest, {**CHAT_BODY, "top_p": 0}, strict_params=True)
+    params = resolve_params(request, 1, Tokenizer.load(write_tokenizer(tmp_path)), INFO)
+    assert (params.temperature, params.top_p) == (1.0, 0.0)
+
+
 def test_given_switched_off_features_when_sent_then_they_are_accepted() -> None:
     body = {"prompt": "x", "use_beam_search": False, "stream_options": {"include_usage": None}}
     request, ignored = parse(CompletionRequest, body, strict_params=False)
@@ -247,9 +254,10 @@ def test_given_strict_params_when_a_field_inside_of_another_is_unknown_then_its_
 
 def test_given_strict_params_when_all_fields_are_known_or_the_callers_own_then_they_are_taken() -> None:
     answer = {"role": "assistant", "refusal": None, "annotations": [], "tool_calls": [CALL], "foo": None}
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"foo": {"bar": 1}}, "strict": True}}
     body = {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "n"}, answer],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "n"}, answer, refusal],
         "tools": [tool],
         "documents": [{"foo": 1}],
         "chat_template_kwargs": {"foo": {"bar": 1}},
