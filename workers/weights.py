@@ -21,7 +21,8 @@ from workers.checkpoint import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOAT_DTYPES = tuple(_FLOATS)
 
 Progress = Callable[[int, int], None]  # (tensors read, all tensors)
 
@@ -110,6 +111,21 @@ class WeightReader:
             self._open.pop(path, None)
         if self._progress is not None:
             self._progress(len(self._files) - len(self._unread), len(self._files))
+
+
+def stored_type(folder: Path) -> str:
+    """torch's name for the type of the weights, from a file's header alone.
+
+    As in transformers that is the type of the first file's first tensor of floats; those of eight bits and less are no
+    type that a model computes in.
+    """
+    path = min(_tensor_files(folder).values(), default=folder)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            types = (file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
+            return next((_FLOATS[kind] for kind in types if kind in _FLOATS), "float32")
+    except Exception as error:
+        raise UnsupportedModelError(f"'{path}' is not a readable safetensors file: {error}") from error
 
 
 def find_bad_tensor(folder: Path) -> str | None:

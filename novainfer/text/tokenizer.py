@@ -15,12 +15,13 @@ import tokenizers
 
 from novainfer.checkpoint import read_json
 from novainfer.errors import ConfigError, words_of
+from novainfer.text.added_tokens import CONFIG_FILE, add_tokens
+from novainfer.text.added_tokens import NAMED_SPECIALS as NAMED_SPECIALS
 from novainfer.text.generation_defaults import FILE, GenerationDefaults
 from novainfer.text.pieces import Pieces, parse_decoder
 from novainfer.text.templates import read_templates
 
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "sentencepiece.bpe.model")
-NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _SHORTENING = 4  # how much shorter a normalizer may make a text before we think that somebody is joking
 _KEPT_TOKENS = 2**15
 
@@ -35,10 +36,10 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, folder: Path) -> None:
         backend.no_truncation()  # a saved tokenizer may carry the settings it was trained with
         backend.no_padding()
-        config = read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / CONFIG_FILE)
+        backend.encode_special_tokens = bool(config.get("split_special_tokens"))
         self._backend = backend
-        self.special_tokens = _special_tokens(config, folder)
-        _mark_special(backend, self.special_tokens)
+        self.special_tokens = add_tokens(backend, folder, config)
         # The decoder's part alone: all of a tokenizer is megabytes of JSON.
         self.pieces: Pieces = parse_decoder(None if backend.decoder is None else backend.decoder.__getstate__())
         # The same tokens come again and again.
@@ -158,24 +159,3 @@ def _missing(folder: Path) -> str:
 
 def _plain_int(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else None
-
-
-def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """'bos_token' -> '<s>' ...; either file may spell a token as a string or as an object with its content."""
-    found: dict[str, str] = {}
-    for source in (read_json(folder / "special_tokens_map.json"), config):
-        for name in NAMED_SPECIALS:
-            value = source.get(name)
-            if isinstance(value, dict):
-                value = value.get("content")
-            if isinstance(value, str) and value:
-                found[name] = value
-    return found
-
-
-def _mark_special(backend: tokenizers.Tokenizer, named: Mapping[str, str]) -> None:
-    """A token that tokenizer_config.json names is special even where tokenizer.json does not say so."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    missing = [t for t in dict.fromkeys(named.values()) if t not in known and backend.token_to_id(t) is not None]
-    if missing:
-        backend.add_special_tokens(missing)

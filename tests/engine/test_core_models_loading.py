@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM, Starcoder2Config, Starcoder2ForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from kernels.backend import select_backend
 from novainfer.config import ModelConfig
 from novainfer.errors import UnsupportedModelError
 from tests.parity.builders import VOCAB_SIZE, build_checkpoint
-from tests.parity.harness import CPU, load, paged_greedy, ragged_prompts
+from tests.parity.harness import CPU, load, paged_greedy, ragged_prompts, transformers_greedy
 from workers.checkpoint import find_checkpoint, read_json
 from workers.layers.build import LayerBuilder
 from workers.models.loader import load_model
 from workers.tensor_parallel import TensorParallel
-from workers.weights import WeightReader
+from workers.weights import WeightReader, stored_type
 
 pytestmark = pytest.mark.stage0
 
@@ -124,6 +124,49 @@ def test_tied_checkpoint_given_stored_projection_when_loaded_then_it_is_used_as_
     untied = paged_greedy(*load(folder), ragged_prompts(2), 4)
     edit_config(folder, tie_word_embeddings=True)
     assert paged_greedy(*load(folder), ragged_prompts(2), 4) == untied
+
+
+def test_tied_checkpoint_given_the_projection_alone_when_loaded_then_tokens_are_looked_up_in_it(tmp_path: Path) -> None:
+    folder = build_checkpoint("qwen2", tmp_path / "qwen2")
+    both = paged_greedy(*load(folder), ragged_prompts(2), 4)
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(folder, model__embed_tokens__weight=None, lm_head__weight=table)
+    assert paged_greedy(*load(folder), ragged_prompts(2), 4) == both
+    assert both.tokens == transformers_greedy(folder, ragged_prompts(2), 4).tokens
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # tied and not
+def test_checkpoint_given_the_names_of_the_base_model_when_loaded_then_equals_the_saved_ones(
+    family: str, tmp_path: Path
+) -> None:
+    folder = build_checkpoint(family, tmp_path / "model")
+    saved = paged_greedy(*load(folder), ragged_prompts(2), 4)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    assert paged_greedy(*load(folder), ragged_prompts(2), 4) == saved
+    assert saved.tokens == transformers_greedy(folder, ragged_prompts(2), 4).tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3", "starcoder2"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpoint_given_a_config_without_a_type_when_loaded_then_the_weights_have_it(
+    dtype: str, is_sharded: bool, family: str, tmp_path: Path
+) -> None:
+    folder = build_checkpoint(family, tmp_path / "model", dtype)
+    edit_config(folder, dtype=None)
+    if is_sharded:
+        split_into_shards(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype
+    assert load(folder)[0].spec.dtype == theirs == getattr(torch, dtype)
+
+
+def test_checkpoint_given_weights_of_eight_bits_first_when_its_type_is_looked_for_then_they_do_not_count(
+    folder: Path,
+) -> None:
+    edit_config(folder, dtype=None)
+    edit_tensors(folder, a=torch.zeros(2, dtype=torch.float8_e4m3fn), b=torch.zeros(2, dtype=torch.float16))
+    assert stored_type(folder) == "float16"
 
 
 @pytest.mark.parametrize(

@@ -103,3 +103,22 @@ def test_foreign_code_with_a_window_in_its_mask_alone_then_served_only_as_far_as
     with pytest.raises(UnsupportedModelError, match=r"window of 12 tokens .* --max-model-len 12"):
         load(tmp_path)
     load(tmp_path, max_model_len=12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_foreign_code_that_shows_a_window_which_its_mask_lacks_then_served_only_as_far_as_that_does_not_matter(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("olmoe", **_SMALL, num_experts=4, num_experts_per_tok=2, sliding_window=8)
+    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"window of 8 tokens .* --max-model-len 8"):
+        load(tmp_path)
+    load(tmp_path, max_model_len=8)
+
+
+@pytest.mark.parametrize("family", ["starcoder2", "gemma2", "qwen2"])
+def test_foreign_code_that_shows_the_window_of_its_mask_then_served_at_any_length(family: str, tmp_path: Path) -> None:
+    folder = build_checkpoint(family, tmp_path / "model")
+    windows = load(folder, model_backend="transformers")[0].spec.sliding_windows
+    assert set(windows) - {None} == {12}

@@ -29,7 +29,7 @@ class Decoder:
         self.spec = spec
         self._layers_done = 0
         self.num_local_kv_heads = HeadShard.of(spec, build.tp).num_kv_heads
-        embedding_rows = build.table(vocab_rows(build, f"{spec.prefix}embed_tokens", spec.vocab_size, spec.hidden_size))
+        embedding_rows = _load_embedding(build, spec)
         self._embedding = VocabEmbedding(embedding_rows, build.tp, spec.embedding_multiplier)
         tables = {rotary: rotary_table(rotary, max_position, spec.dtype, build.device) for rotary in set(spec.rotaries)}
         self._layers = [
@@ -160,6 +160,14 @@ class DecoderLayer:
         if norm is not None:
             update = norm(update)
         return update if self._residual_multiplier == 1.0 else update * self._residual_multiplier
+
+
+def _load_embedding(build: LayerBuilder, spec: DecoderSpec) -> Tensor:
+    """What tokens are looked up in. Where it is tied to the vocabulary projection, either may be stored alone."""
+    module = f"{spec.prefix}embed_tokens"
+    if spec.tie_word_embeddings and not build.holds(module) and build.holds(spec.lm_head):
+        module = spec.lm_head
+    return build.table(vocab_rows(build, module, spec.vocab_size, spec.hidden_size))
 
 
 def _load_head(build: LayerBuilder, spec: DecoderSpec, embedding_rows: Tensor) -> VocabProjection:

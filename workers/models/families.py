@@ -142,8 +142,10 @@ def _gemma3(given: FamilyInput) -> DecoderSpec:
 
 def with_stored_names(spec: DecoderSpec, names: Collection[str]) -> DecoderSpec:
     """For a checkpoint with these tensors: a multimodal one may have the names that the parts have in transformers' own
-    modules, and not those that it saves them by.
+    modules, and not those that it saves them by. Others may have been saved without the part that makes the logits.
     """
+    if spec.prefix == "model." and "model.norm.weight" not in names and "norm.weight" in names:
+        return replace(spec, prefix="")
     if spec.prefix != "language_model.model." or "model.language_model.embed_tokens.weight" not in names:
         return spec
     ignored = tuple(f"model.{prefix}" for prefix in spec.ignored_prefixes)
@@ -293,5 +295,13 @@ def _rotary(given: FamilyInput, rope_parameters: dict[str, Any], head_dim: int) 
     if not _is_per_layer_type(rope_parameters):
         one = spec(rope_parameters)
         return tuple(one for _ in range(c.num_hidden_layers))
-    by_type = {name: spec(parameters) for name, parameters in rope_parameters.items() if parameters}
-    return tuple(by_type[layer_type] for layer_type in _layer_types(c))
+    if not getattr(c, "layer_types", None):
+        raise UnsupportedModelError("rope_parameters are given by layer type, but there are no layer_types")
+    types = _layer_types(c)
+    missing = sorted(name for name in set(types) if not rope_parameters.get(name))
+    if missing:
+        raise UnsupportedModelError(f"rope_parameters are given by layer type, but not for {', '.join(missing)}")
+    # transformers looks for this one value of yarn beside the layer types, and never among a layer type's own.
+    shared = {"truncate": rope_parameters.get("truncate", True)}
+    by_type = {name: spec(rope_parameters[name] | shared) for name in set(types)}
+    return tuple(by_type[name] for name in types)

@@ -26,7 +26,7 @@ from workers.quantized.linears import QuantizedLinears
 from workers.quantized.scheme import StoredScheme, read_scheme
 from workers.quantized.tensors import QuantizedTensors
 from workers.tensor_parallel import TensorParallel
-from workers.weights import Progress, WeightReader
+from workers.weights import Progress, WeightReader, stored_type
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def load_model(
     kept: Any = read_kept(path)
     hf_config = kept or load_hf_config(folder, config.trust_remote_code)
     stored = _stored_scheme(config, hf_config)
-    dtype = _dtype(config, hf_config)
+    dtype = _dtype(config, hf_config, folder)
     native = hf_config.model_type in FAMILIES
     if config.model_backend == "native" and not native:
         raise UnsupportedModelError(
@@ -66,7 +66,7 @@ def load_model(
         build = LayerBuilder(weights, tp, kernels, dtype, device, scheme, quantized)
         spec = decoder_spec(hf_config, dtype, config.max_model_len)
         if path is not None and kept is None and path == kept_path(folder, config):  # else it was changed meanwhile
-            _keep_config(path, config, hf_config, spec)
+            _keep_config(path, config, hf_config, spec, folder)
         return _load_decoder(build, with_stored_names(spec, weights.names()), config.max_model_len)
     if tp.world_size > 1:
         raise UnsupportedModelError(
@@ -96,13 +96,25 @@ def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
         raise UnsupportedModelError(words)
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        _settle_rope(hf_config)
     except Exception as error:  # transformers raises many kinds, all of them about the file's content
         words = f"transformers cannot read the config in '{folder}': {words_of(error)}"
         raise UnsupportedModelError(words) from error
     return hf_config
 
 
-def _keep_config(path: Path, config: ModelConfig, hf_config: Any, spec: DecoderSpec) -> None:
+def _settle_rope(hf_config: Any) -> None:
+    """Rotary parameters as they are when transformers builds a model.
+
+    It completes them when it reads a config, but before it takes over values that the family has no field for; and
+    again for each rotary embedding. Only then does an original_max_position_embeddings beside them count.
+    """
+    text_config = hf_config.get_text_config()
+    if getattr(text_config, "rope_parameters", None):
+        text_config.standardize_rope_params()
+
+
+def _keep_config(path: Path, config: ModelConfig, hf_config: Any, spec: DecoderSpec, folder: Path) -> None:
     """For the next start, if what is kept says the same, whatever type that one asks for."""
     try:
         values = json.loads(json.dumps(hf_config.to_dict()))
@@ -111,7 +123,7 @@ def _keep_config(path: Path, config: ModelConfig, hf_config: Any, spec: DecoderS
         own_type = replace(config, dtype="auto")
         is_same = (
             decoder_spec(kept, spec.dtype, config.max_model_len) == spec
-            and _dtype(own_type, kept) == _dtype(own_type, hf_config)
+            and _dtype(own_type, kept, folder) == _dtype(own_type, hf_config, folder)
             and read_scheme(kept) == read_scheme(hf_config)
         )
     except Exception as error:  # of code that is not ours, on a config that it has just read
@@ -154,12 +166,12 @@ def check_length(max_model_len: int | None, spec: ModelSpec) -> None:
         )
 
 
-def _dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:
-    """The asked-for dtype, else the checkpoint's."""
+def _dtype(config: ModelConfig, hf_config: Any, folder: Path) -> torch.dtype:
+    """The asked-for dtype, else the checkpoint's: what its config says, or else what its weights are."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
-    stored = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(), "dtype", None) or torch.float32
-    name = str(stored).removeprefix("torch.")
+    stored = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(), "dtype", None)
+    name = str(stored or stored_type(folder)).removeprefix("torch.")
     if name not in DTYPES:
         raise UnsupportedModelError(f"the checkpoint's type {name} is not supported, only {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -219,7 +219,8 @@ def _max_position(text_config: Any, max_model_len: int | None) -> int:
     if limit is None:
         raise UnsupportedModelError(f"'{text_config.model_type}' does not say how many positions it has")
     rope_parameters = getattr(text_config, "rope_parameters", None) or {}
-    return longest_sequence(rope_parameters, int(limit), None)
+    by_layer_type = (part for part in rope_parameters.values() if isinstance(part, dict))
+    return min(longest_sequence(part, int(limit), None) for part in (rope_parameters, *by_layer_type))
 
 
 def _widened(folder: Path, hf_config: Any, stored: StoredScheme, dtype: torch.dtype) -> dict[str, Tensor]:

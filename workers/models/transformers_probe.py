@@ -2,8 +2,8 @@
 
 Three questions. Do its tokens see none behind them, and do they stand where we say that they stand? Is its attention
 what the attention interface shows? That is computed as transformers' eager attention does, operation for operation:
-hardly a bit differs, whatever the type. And does the paged cache give the same? Its kernels add in another order, so
-that the type's own rounding has to be let pass.
+hardly a bit differs, whatever the type, nor with a window that even these prompts outgrow. And does the paged cache
+give the same? Its kernels add in another order, so that the type's own rounding has to be let pass.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ class RecordingStep:
 class ShownStep:
     """Attends to one sequence, by what a call shows and as transformers' `eager_attention_forward` does.
 
-    wide: with scores in float32, as a few older models have them.
+    wide: with scores in float32, as a few older models have them. window: in place of any that a call shows.
     """
 
-    def __init__(self, *, wide: bool) -> None:
+    def __init__(self, *, wide: bool, window: int | None = None) -> None:
         self._wide = wide
+        self._window = window
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """See `AttentionStep`."""
@@ -78,7 +79,8 @@ class ShownStep:
             scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
         places = torch.arange(query.shape[0], device=query.device)
         distance = places[:, None] - places[None, :]
-        hidden = (distance < 0) | (distance >= (params.sliding_window or query.shape[0]))
+        window = params.sliding_window and (self._window or params.sliding_window)
+        hidden = (distance < 0) | (distance >= (window or query.shape[0]))
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
         return (weights @ values).transpose(0, 1)
@@ -123,8 +125,6 @@ def check_against_eager(model: Any, paged: TransformersModel, kernels: KernelBac
     expected = torch.cat([_eager_logits(model, ids) for ids in prompts])
     _check_causal(model, prompts[0], expected[: len(prompts[0])])
     _check_positions(model, prompts[0], expected[: len(prompts[0])])
-    if not any(paged.spec.sliding_windows):
-        _check_no_window(model, prompts[0], expected[: len(prompts[0])], longest)
     model.set_attn_implementation(ATTENTION_NAME)
     logits = _paged_logits(paged, kernels, prompts, device)
     difference = _difference(logits, expected)
@@ -133,7 +133,10 @@ def check_against_eager(model: Any, paged: TransformersModel, kernels: KernelBac
     for wide in (False, True):
         shown = torch.cat([_shown_logits(paged, ids, ShownStep(wide=wide)) for ids in prompts])
         difference = _difference(shown, expected)
-        if difference <= SHOWN_TOLERANCE + ROUNDINGS * _difference(logits, shown):
+        tolerance = SHOWN_TOLERANCE + ROUNDINGS * _difference(logits, shown)
+        if difference <= tolerance:
+            step = ShownStep(wide=wide, window=_SHORT_WINDOW)
+            _check_window(model, paged, prompts[0], step, max(tolerance, CAUSAL_TOLERANCE), longest)
             return
     raise _hidden_attention(difference)
 
@@ -166,23 +169,28 @@ def _check_positions(model: Any, ids: Tensor, logits: Tensor) -> None:
         raise UnsupportedModelError("its positions do not begin at 0: it numbers its tokens in a way of its own")
 
 
-def _check_no_window(model: Any, ids: Tensor, logits: Tensor, longest: int) -> None:
-    """Raises `UnsupportedModelError` if the model has a window that its calls do not show: one of its mask alone.
+def _check_window(
+    model: Any, paged: TransformersModel, ids: Tensor, step: ShownStep, tolerance: float, longest: int
+) -> None:
+    """Raises `UnsupportedModelError` if the model's mask has a window that its calls do not show, or lacks one they do.
 
-    These tokens are too few for it; so for a moment it gets a window that they are not.
+    These tokens are too few for it; so for a moment it gets a window that they are not. step: has the same.
     """
-    config = model.config.get_text_config()
+    config = paged.decoder.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if not isinstance(window, int) or window >= longest:
         return
     config.sliding_window = _SHORT_WINDOW
+    model.set_attn_implementation("eager")
     try:
-        difference = _difference(_eager_logits(model, ids), logits)
+        masked = _eager_logits(model, ids)
+        model.set_attn_implementation(ATTENTION_NAME)
+        difference = _difference(_shown_logits(paged, ids, step), masked)
     finally:
         config.sliding_window = window
-    if difference > CAUSAL_TOLERANCE:
+    if not difference <= tolerance:
         raise UnsupportedModelError(
-            f"its window of {window} tokens is one of its mask alone, which the attention interface does not show: "
+            f"its window of {window} tokens is not the same in its mask and in what the attention interface shows: "
             f"serve it with --max-model-len {window}, where the window does not matter"
         )
 
