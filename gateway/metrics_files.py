@@ -1,12 +1,13 @@
 """Makes one set of metrics of several gateways: each writes its own into the run directory, whoever is scraped adds up.
 
 A scrape of the port that gateways share reaches any of them, and has to say the same. A gateway that dies leaves its
-file to its successor, which goes on from there: so no counter ever goes back.
+file to its successor, which goes on from there: what was told had been written, so no counter ever goes back.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from pathlib import Path
 from prometheus_client.core import Metric
 
 from novainfer.transport.addresses import RunDir
+
+log = logging.getLogger(__name__)
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]  # a sample's name and labels
 _LASTING = ("counter", "histogram")  # what outlives its process
@@ -39,33 +42,55 @@ class MetricsFiles:
         self._mine = run_dir.metrics_file(index)
         self._all = run_dir
         self._written: _Families = {}
+        self._is_failing = False  # the last file could not be written
         self._before = _read(self._mine) if is_successor else {}
         for name in [name for name, family in self._before.items() if family.kind not in _LASTING]:
             del self._before[name]
 
     def publish(self, mine: Iterable[Metric]) -> None:
-        """Write this gateway's file, if there is news. Whoever reads it meanwhile gets the old one."""
+        """Write this gateway's file, if there is news. Whoever reads it meanwhile gets the old one.
+
+        One that cannot be written (the disk is full) is logged, and is news until it can.
+        """
+        self._write(self._own(mine))
+
+    def merged(self, mine: Iterable[Metric]) -> list[Metric]:
+        """This gateway's families with those that the others wrote last added to them.
+
+        Its own are written first: a successor goes on from what was told, if this gateway dies in the next moment.
+        """
+        own = self._own(mine)
+        self._write(own)
+        families: _Families = {}
+        _add(families, own)
+        for file in self._all.metrics_files():
+            if file != self._mine:
+                _add(families, _read(file))
+        return [_metric(name, family) for name, family in families.items()]
+
+    def _own(self, mine: Iterable[Metric]) -> _Families:
+        """Of this gateway and those whose place it has taken."""
         families = _gathered(mine)
         _add(families, self._before)
+        return families
+
+    def _write(self, families: _Families) -> None:
         if families == self._written:
             return
-        self._written = families
         wire = {
             name: [family.kind, family.help_text, [[*key, value] for key, value in family.samples.items()]]
             for name, family in families.items()
         }
         temporary = self._mine.with_suffix(".new")
-        temporary.write_text(json.dumps(wire), encoding="utf-8")
-        os.replace(temporary, self._mine)
-
-    def merged(self, mine: Iterable[Metric]) -> list[Metric]:
-        """This gateway's families with those that the others wrote last added to them."""
-        families = _gathered(mine)
-        _add(families, self._before)
-        for file in self._all.metrics_files():
-            if file != self._mine:
-                _add(families, _read(file))
-        return [_metric(name, family) for name, family in families.items()]
+        try:
+            temporary.write_text(json.dumps(wire), encoding="utf-8")
+            os.replace(temporary, self._mine)
+        except OSError as error:  # figures are not worth a gateway
+            if not self._is_failing:
+                log.warning("cannot write %s, and goes on trying: %s", self._mine, error)
+            self._is_failing = True
+            return
+        self._written, self._is_failing = families, False
 
 
 def _gathered(metrics: Iterable[Metric]) -> _Families:

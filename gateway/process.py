@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -67,7 +68,7 @@ class GatewayServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: GatewayService, drain_timeout: float) -> None:
         super().__init__(config)
         self._service = service
-        self._drain_timeout = drain_timeout
+        self._drain_timeout = drain_timeout  # looked at all the time: a drain that goes on may be cut short
         self._farewell = "The server is shutting down."
         self._drain_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -88,10 +89,11 @@ class GatewayServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self.begin_drain)
 
     def give_up(self) -> None:
-        """The engine will not come back: end every stream with an error, then stop."""
+        """The engine will not come back: end every stream with an error, also of a drain that goes on, then stop."""
         self._drain_timeout = 0.0
         self._farewell = "The engine failed for good."
-        self.begin_drain()
+        if self._drain_task is None:
+            self.begin_drain()
 
     def begin_drain(self) -> None:
         """Refuse what is new, then stop when the rest has ended. A second call stops at once."""
@@ -104,15 +106,15 @@ class GatewayServer(uvicorn.Server):
         limits = self._service.limits
         limits.draining = True
         log.info("draining: %d live requests", limits.num_live)
-        await self._until_idle(self._drain_timeout)
+        await self._until_idle(lambda: self._drain_timeout)
         if limits.num_live:
             self._service.client.fail_all(EngineError(self._farewell), tell_engine=True)
-            await self._until_idle(_LAST_WORDS_SECONDS)
+            await self._until_idle(lambda: _LAST_WORDS_SECONDS)
         self.should_exit = True
 
-    async def _until_idle(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while self._service.limits.num_live and time.monotonic() < end:
+    async def _until_idle(self, seconds: Callable[[], float]) -> None:
+        began = time.monotonic()
+        while self._service.limits.num_live and time.monotonic() - began < seconds():
             await asyncio.sleep(0.02)
 
 
@@ -249,9 +251,14 @@ def _be_patient() -> None:
 
 
 async def _report_pulse(report: Reporter, membership: Membership) -> None:
-    version = 0
+    version, is_failing = 0, False
     while True:
-        version = await membership.follow(version)
+        try:
+            version, is_failing = await membership.follow(version), False
+        except OSError as error:  # no file can be opened, say: it lives all the same, and goes by what it knew last
+            if not is_failing:
+                log.warning("cannot read which replicas there are, and goes on trying: %s", error)
+            is_failing = True
         live = membership.client.live_by_replica
         report.send(GatewayPulse(report.index, report.epoch, version, list(live), list(live.values())))
         await asyncio.sleep(_PULSE_INTERVAL)

@@ -132,6 +132,7 @@ class RayWorkerGroup:
 
         Other Ray instances on this host are not touched.
         """
+        self._ray.expect_end()
         if self._ray.is_there():
             ray = import_ray()
             if self._runs:

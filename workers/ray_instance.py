@@ -23,16 +23,17 @@ import psutil
 from novainfer.config import ParallelConfig
 from novainfer.errors import ConfigError, EngineError
 from novainfer.transport.addresses import check_space
-from novainfer.transport.processes import below, children_named, kill, runs
+from novainfer.transport.processes import RAY_SERVERS, StoppedProcesses, below, children_named, is_stopped, kill, runs
+from novainfer.transport.replicas import RAY_DIR
+from novainfer.transport.short_dir import make_short_dir, remove_short_dir
 
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; we put nothing there
-_RAY_SERVERS = ("raylet", "gcs_server")
-_RAYS_TEMP_DIR = Path("/tmp/ray")  # Ray's own default
 _LONGEST_TEMP_DIR = 40  # bytes; Ray appends up to 65 for its Unix sockets, which may have 107
 _NODE_PATIENCE = 30.0  # seconds for a raylet to appear; then Ray's own words tell what is wrong
 _NODE_INTERVAL = 0.02
+_STOPPED_PATIENCE = 1.0  # seconds that a server may be stopped (SIGSTOP); as long as a rank
 _END_PATIENCE = 5.0  # seconds that killed processes may take to be gone
 # Read by Ray when it is imported, and by the servers of a local instance.
 _ENVIRONMENT = {
@@ -70,6 +71,8 @@ class RayInstance:
         self._run_dir = run_dir
         self._watch: subprocess.Popen[bytes] | None = None
         self._servers: list[psutil.Process] = []  # of a local instance
+        self._stopped = StoppedProcesses(_STOPPED_PATIENCE)
+        self._is_broken = False  # a server has been killed
         self.is_started = False
 
     def start(self) -> None:
@@ -93,27 +96,47 @@ class RayInstance:
             try:
                 _start_local(self._config, self._run_dir)
             finally:
-                self._servers = children_named(_RAY_SERVERS)
+                self._servers = children_named(RAY_SERVERS)
             self._watch = _watch_agents(self._servers)
         else:
             import_ray().init(address=self._config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         logger.debug("Ray runs (%.1f s)", time.monotonic() - began)
 
     def is_there(self) -> bool:
-        """Whether it runs, as far as we can see: on another host we see nothing."""
-        return self.is_started and bool(import_ray().is_initialized()) and all(map(runs, self._servers))
+        """Whether it runs, as far as we can see: on another host we see nothing.
+
+        A server that has been stopped for a while is killed: it may never go on, and calls wait for it.
+        """
+        self._break(self._stopped.look(self._servers, time.monotonic()))
+        is_whole = self.is_started and not self._is_broken
+        return is_whole and bool(import_ray().is_initialized()) and all(map(runs, self._servers))
+
+    def expect_end(self) -> None:
+        """Before `stop`, and before what is to be said to Ray at the end: nobody waits for a server that is stopped."""
+        self._break([server for server in self._servers if is_stopped(server)])
+
+    def _break(self, stopped: list[psutil.Process]) -> None:
+        for server in stopped:
+            logger.error("a server of Ray's (pid %d) was stopped", server.pid)
+            kill(server)
+            self._is_broken = True
 
     def stop(self) -> None:
         """End a local instance with all its processes, or leave the cluster (idempotent)."""
         if not self.is_started:
             return
         rest = [process for server in self._servers for process in below(server)]
+        self.expect_end()
         if not self.is_there():
             for server in self._servers:
                 kill(server)  # half an instance is of no use, and the rest of it would wait for the other half
         import_ray().shutdown()
         if self._watch is not None:
-            self._watch.communicate()
+            try:
+                self._watch.communicate(timeout=_END_PATIENCE)
+            except subprocess.TimeoutExpired:  # stopped, too
+                self._watch.kill()
+                self._watch.communicate()
             self._watch = None
         for process in rest:
             kill(process)
@@ -121,8 +144,9 @@ class RayInstance:
         deadline = time.monotonic() + _END_PATIENCE
         while any(map(runs, rest)) and time.monotonic() < deadline:
             time.sleep(0.01)  # they are not our children: nothing tells us
+        remove_short_dir(self._run_dir / RAY_DIR)
         self._servers = []
-        self.is_started = False
+        self.is_started = self._is_broken = False
 
 
 def import_ray() -> Any:
@@ -150,9 +174,11 @@ def _watch_agents(servers: list[psutil.Process]) -> subprocess.Popen[bytes]:
 
 
 def _start_local(config: ParallelConfig, run_dir: Path) -> None:
-    temp_dir = run_dir / "ray"
-    is_short = len(os.fsencode(temp_dir)) <= _LONGEST_TEMP_DIR
-    check_space(temp_dir if is_short else _RAYS_TEMP_DIR)
+    temp_dir = run_dir / RAY_DIR
+    if len(os.fsencode(temp_dir)) > _LONGEST_TEMP_DIR:
+        # Below it: Ray lets everybody into its own.
+        temp_dir = make_short_dir(temp_dir, _LONGEST_TEMP_DIR - len(RAY_DIR) - 1) / RAY_DIR
+    check_space(temp_dir)
     with _lean(), _deaf():
         import_ray().init(
             address="local",
@@ -162,7 +188,7 @@ def _start_local(config: ParallelConfig, run_dir: Path) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(temp_dir) if is_short else None,
+            _temp_dir=str(temp_dir),
         )
     _stop_at_once()
 
@@ -240,7 +266,7 @@ def _lean() -> Iterator[None]:
     def get_living_node(gcs_address: str, node_id: str) -> Any:
         deadline = time.monotonic() + _NODE_PATIENCE
         while time.monotonic() < deadline and not _is_registered(gcs_address, node_id):
-            if len(children_named(_RAY_SERVERS)) < len(_RAY_SERVERS):
+            if len(children_named(RAY_SERVERS)) < len(RAY_SERVERS):
                 raise EngineError("Ray has died while it was started")
             time.sleep(_NODE_INTERVAL)
         return get_node(gcs_address, node_id)

@@ -23,7 +23,7 @@ from novainfer.entrypoints.roster import Replica, Roster
 from novainfer.entrypoints.standby import Standbys
 from novainfer.entrypoints.vitals import forgive, hang, heard
 from novainfer.entrypoints.wakeups import Wakeups
-from novainfer.errors import ProtocolError
+from novainfer.errors import ConfigError, ProtocolError
 from novainfer.protocol.supervision import (
     ADD,
     CONTROL_SCHEMA,
@@ -108,11 +108,20 @@ class Fleet:
         return exit_status(self._fault)
 
     def _start_gateway(self, gateway: ChildState) -> None:
-        self._standbys.spawn(gateway, self._launch.gateway(gateway.index, gateway.epoch, gateway.port))
+        try:
+            self._standbys.spawn(gateway, self._launch.gateway(gateway.index, gateway.epoch, gateway.port))
+        except OSError as error:  # no process or memory is left: as if it had died at once
+            self._lose_gateway(gateway, f"{gateway.name} cannot be started: {error}")
 
     def _start_replicas(self, now: float) -> None:
+        self._roster.catch_up(now)
         for replica in self._roster.take_due(now):
-            spawn(replica.child, self._launch.replica(replica.child.index, replica.child.epoch))
+            child = replica.child
+            try:
+                self._roster.furnish(replica)
+                spawn(child, self._launch.replica(child.index, child.epoch))
+            except (OSError, ConfigError) as error:  # its files, or the process: as if it had died at once
+                self._lose_replica(replica, f"{child.name} cannot be started: {error}")
 
     def _alive(self, role: str | None = None) -> list[ChildState]:
         children = [*self._gateways.values(), *(replica.child for replica in self._roster)]
@@ -151,7 +160,7 @@ class Fleet:
         elif not self._has_served and now > self._ready_by:
             late = [c.name for c in self._alive() if c.phase < Phase.READY]
             self._fail(f"not ready after {self._config.server.start_timeout:g} s; still waiting for {', '.join(late)}")
-        if self._has_served and gateways_serve:
+        if self._has_served and gateways_serve and not self._is_draining:
             self._prepare(now)
 
     def _carry_out(self, now: float) -> None:
@@ -162,7 +171,7 @@ class Fleet:
     def _prepare(self, now: float) -> None:
         """Get ready for the next death of a gateway, whatever replicas do."""
         self._gateway_restarts.serves(now)
-        self._standbys.prepare()
+        self._standbys.prepare(now)
         if self._misses_gateway:
             self._misses_gateway = False
             logger.info("all gateways serve again")
@@ -222,7 +231,7 @@ class Fleet:
                 answer = self._obey(command)
             except zmq.Again:
                 return
-            except ProtocolError as error:
+            except (ProtocolError, ConfigError) as error:
                 answer = Refused(str(error))
             self._control.send(CONTROL_SCHEMA.encode(answer))
 
@@ -288,8 +297,10 @@ class Fleet:
     def _stop(self) -> None:
         """Gateways drain, then the replicas go. A second signal, or a fault, shortens it."""
         self._progress.stopping()
-        if self._has_served and self._fault is None:
-            self._is_draining = True
+        gateways = self._gateways.values()
+        if self._fault is None and (self._has_served or any(one.phase == Phase.READY for one in gateways)):
+            # Who is late is not waited for: a gateway that is ready may have streams, and some replica serves them.
+            self._has_served = self._is_draining = True
             self._end(ROLE_GATEWAY, self._config.server.drain_timeout + DRAIN_MARGIN, signal.SIGTERM)
         self._is_stopping = True
         self._end(ROLE_GATEWAY, FAULT_PATIENCE, signal.SIGTERM if self._fault is None else GIVE_UP_SIGNAL)

@@ -13,11 +13,9 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
-
 from novainfer.entrypoints.children import ChildState
 from novainfer.entrypoints.vitals import STOPPED_TIMEOUT
-from novainfer.transport.processes import below, children_named, is_stopped, kill
+from novainfer.transport.processes import RAY_SERVERS, StoppedProcesses, below, children_named, kill
 
 logger = logging.getLogger(__name__)
 
@@ -76,21 +74,19 @@ def kill_ranks(ranks: Sequence[ChildState]) -> None:
 
 class StrayRanks:
     """Processes that are stopped (SIGSTOP) while ranks are started, spare ones too: who has not said a word is known to
-    Ray alone.
+    Ray alone. So are Ray's servers: a call that waits for one of them would keep their owner from looking.
     """
 
     def __init__(self) -> None:
-        self._since: dict[psutil.Process, float] = {}
+        self._stopped = StoppedProcesses(STOPPED_TIMEOUT)
 
     def kill_stopped(self, now: float) -> None:
         """End those that have been stopped for a while. Ray will tell of it. To be called again and again."""
-        raylets = children_named(("raylet",))
-        stopped = [process for raylet in raylets for process in below(raylet) if is_stopped(process)]
-        self._since = {process: self._since.get(process, now) for process in stopped}
-        for process, since in self._since.items():
-            if now - since > STOPPED_TIMEOUT:
-                logger.error("a process of the ranks (pid %d) was stopped while they were started", process.pid)
-                kill(process)
+        servers = children_named(RAY_SERVERS)
+        processes = [process for server in servers for process in (server, *below(server))]
+        for process in self._stopped.look(processes, now):
+            logger.error("a process of Ray's (pid %d) was stopped while ranks were started", process.pid)
+            kill(process)
 
 
 def _is_dead(process_file: int, timeout_ms: int) -> bool:

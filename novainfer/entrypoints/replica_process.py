@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import sys
 import time
 
@@ -35,7 +34,7 @@ from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import connect_push
 from novainfer.transport.cluster import cluster_links
 from novainfer.transport.parent import die_with_parent
-from novainfer.transport.replicas import replica_dir
+from novainfer.transport.replicas import remove_ray_files, replica_dir
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ def _supervise(config: ServeConfig, run_dir: RunDir, index: int, reports: FleetR
 
 def _remove_files(run_dir: RunDir) -> None:
     """What a process that was killed here has left."""
-    shutil.rmtree(run_dir.path / "ray", ignore_errors=True)
+    remove_ray_files(run_dir.path)
     for path in run_dir.path.glob("ranks-*"):
         path.unlink(missing_ok=True)
 

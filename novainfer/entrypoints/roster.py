@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, replace
 from novainfer.config import ServeConfig
 from novainfer.engine.restarts import REPLICA_STABLE_SECONDS, SPARE_DELAYS, Restarts
 from novainfer.entrypoints.children import ChildState, Phase
+from novainfer.errors import ConfigError
 from novainfer.protocol.supervision import FIRST_EPOCH, ROLE_REPLICA, GatewayPulse, ReplicaList
 from novainfer.transport.addresses import RunDir, write_private
-from novainfer.transport.replicas import DRAINING, IN, OUT, Replicas, replica_dir, write_replicas
+from novainfer.transport.replicas import DRAINING, IN, OUT, Replicas, remove_ray_files, replica_dir, write_replicas
 
 logger = logging.getLogger(__name__)
 
 STAY, LEAVE, RESTART = "stay", "leave", "restart"  # what becomes of a replica
+_PAUSE = 1.0  # seconds until what could not be written is tried again
 
 
 @dataclass(slots=True)
@@ -60,6 +62,8 @@ class Roster:
         self._replicas: dict[int, Replica] = {}
         self._next_number = 0
         self._version = 0
+        self._written_version = 0  # less: a full disk, say; then gateways go by what they were told before
+        self._write_at = float("inf")
         self._gateways: dict[int, _Gateway] = {}
         self._gateway_lost_at = float("-inf")
         self._to_restart: deque[int] = deque()
@@ -79,23 +83,30 @@ class Roster:
     # -- who is here --------------------------------------------------------------------------------------------
 
     def add(self) -> Replica:
-        """One more, to be started at once."""
-        number, self._next_number = self._next_number, self._next_number + 1
+        """One more, to be started at once. Raises `ConfigError` if the gateways cannot be told."""
+        number = self._next_number
         restarts = Restarts(None, REPLICA_STABLE_SECONDS, SPARE_DELAYS)  # as long as others serve it is tried again
         child = ChildState(ROLE_REPLICA, number, FIRST_EPOCH)
         replica = Replica(child, restarts, due=time.monotonic(), is_late=self._has_served)
         self._replicas[number] = replica
         self._publish()
+        if (refusal := self._why_untold()) is not None:
+            del self._replicas[number]
+            raise ConfigError(refusal)
+        self._next_number += 1
         return replica
 
     def take_due(self, now: float) -> list[Replica]:
-        """Those whose process is to be started now; what it reads is in its directory."""
+        """Those whose process is to be started now."""
         due = [replica for replica in self if replica.due is not None and replica.due <= now]
         for replica in due:
             replica.due = None
-            run_dir = RunDir.create(str(replica_dir(self._run_dir, replica.child.index).path))
-            write_private(run_dir.config_file, self._own_config().to_json())
         return due
+
+    def furnish(self, replica: Replica) -> None:
+        """Make the directory with what its process reads. Raises `OSError` or `ConfigError`, on a full disk say."""
+        run_dir = RunDir.create(str(replica_dir(self._run_dir, replica.child.index).path))
+        write_private(run_dir.config_file, self._own_config().to_json())
 
     def _own_config(self) -> ServeConfig:
         """Of one replica: no gateways, and its part of the processors."""
@@ -133,7 +144,9 @@ class Roster:
         if replica.fate == LEAVE:
             del self._replicas[child.index]
             self._publish()
-            shutil.rmtree(replica_dir(self._run_dir, child.index).path, ignore_errors=True)
+            run_dir = replica_dir(self._run_dir, child.index)
+            remove_ray_files(run_dir.path)
+            shutil.rmtree(run_dir.path, ignore_errors=True)
             return was_told
         replica.child = ChildState(ROLE_REPLICA, child.index, child.epoch + 1)
         replica.is_out = True
@@ -161,6 +174,10 @@ class Roster:
         if refusal is None:
             for number in numbers:
                 self._begin(self._replicas[number], LEAVE)
+            refusal = self._why_untold()
+            if refusal is not None:
+                for replica in map(self._replicas.__getitem__, numbers):
+                    replica.fate, replica.draining_since = STAY, 0
         return refusal
 
     def restart(self, numbers: Sequence[int]) -> str | None:
@@ -231,11 +248,31 @@ class Roster:
         self._gateway_lost_at = now
 
     def _publish(self) -> int:
-        """Tell the gateways; the version that tells them."""
+        """Tell the gateways, at once or as soon as that is possible; the version that tells them."""
         self._version += 1
-        states = {replica.child.index: _published(replica) for replica in self}
-        write_replicas(self._run_dir, Replicas(self._version, states))
+        self._write(time.monotonic())
         return self._version
+
+    def catch_up(self, now: float) -> None:
+        """Tell the gateways what they could not be told. To be called again and again."""
+        if now >= self._write_at:
+            self._write(now)
+
+    def _write(self, now: float) -> None:
+        states = {replica.child.index: _published(replica) for replica in self}
+        try:
+            write_replicas(self._run_dir, Replicas(self._version, states))
+        except OSError as error:
+            if self._write_at == float("inf"):  # else that has been said
+                logger.error("the gateways cannot be told of the replicas: %s", error)
+            self._write_at = now + _PAUSE
+        else:
+            self._written_version, self._write_at = self._version, float("inf")
+
+    def _why_untold(self) -> str | None:
+        if self._written_version == self._version:
+            return None
+        return f"the gateways cannot be told: {self._run_dir.path} cannot be written (the disk may be full)"
 
     # -- listing ------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from novainfer.logs import configure
 from novainfer.text.preflight import check_text_files
 from novainfer.transport.addresses import RunDir, check_space, is_private, write_private
 from novainfer.transport.cluster import cluster_links
-from novainfer.transport.replicas import REPLICA_DIR
+from novainfer.transport.replicas import REPLICA_DIR, remove_ray_files
 from workers.kept_config import tell_zygote
 from workers.weight_ahead import read_ahead
 
@@ -166,6 +166,7 @@ def remove_abandoned() -> None:
 
 def _remove_all(directory: Path) -> None:
     """Whatever can be removed; the lock last, so that another server can go on if we are killed."""
+    remove_ray_files(directory)
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -186,6 +187,7 @@ def _remove_files(run_dir: RunDir) -> None:
     """All that servers leave, but the lock."""
     for pattern in (
         "config.json",
+        "config.json.new",
         "supervisor",
         "supervisor.*",
         "control",
@@ -197,5 +199,6 @@ def _remove_files(run_dir: RunDir) -> None:
         for path in run_dir.path.glob(pattern):
             if not path.is_dir():  # else somebody else's
                 path.unlink(missing_ok=True)
-    for path in (run_dir.path / "ray", *run_dir.path.glob(f"{REPLICA_DIR}*")):
+    remove_ray_files(run_dir.path)
+    for path in run_dir.path.glob(f"{REPLICA_DIR}*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import os
 import select
 import subprocess
@@ -20,7 +21,10 @@ from setproctitle import setproctitle
 from novainfer.entrypoints.children import ChildState, python_module, spawn, start
 from novainfer.transport.parent import die_with_parent
 
+logger = logging.getLogger(__name__)
+
 _FIRST_DELAY = 5.0  # seconds: the first requests come just then, and have the processors for themselves
+_PAUSE = 10.0  # seconds until the next one for a module, if one could not be started, or died
 
 
 class Standbys:
@@ -32,26 +36,46 @@ class Standbys:
     def __init__(self, modules: Mapping[str, str]) -> None:
         self._modules = dict(modules)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._not_before: dict[str, float] = {}  # by module; on the clock of those who call
         self._delay = _FIRST_DELAY
+        self._has_failed = False  # to start one, the last time
 
-    def prepare(self) -> None:
-        """Start those that are missing. Does not wait; nor do they, but the first ones, before they import."""
+    def prepare(self, now: float) -> None:
+        """Start those that are missing. Does not wait; nor do they, but the first ones, before they import.
+
+        To be called again and again: without one all goes on, a little slower.
+        """
         delay, self._delay = self._delay, 0.0
         for title, module in self._modules.items():
             process = self._processes.get(module)
-            if process is None or process.poll() is not None:
-                command = python_module("novainfer.entrypoints.standby", str(delay), title, module)
-                self._processes[module] = start(command, stdin=subprocess.PIPE)
+            if process is not None and process.poll() is not None:
+                self._processes.pop(module).communicate()  # closes our end of its pipe
+            if module not in self._processes and now >= self._not_before.get(module, now):
+                self._not_before[module] = now + _PAUSE
+                self._start(python_module("novainfer.entrypoints.standby", str(delay), title, module), module)
+
+    def _start(self, command: Sequence[str], module: str) -> None:
+        try:
+            self._processes[module] = start(command, stdin=subprocess.PIPE)
+        except OSError as error:  # no process, memory or file descriptor is left
+            if not self._has_failed:
+                logger.warning("no process stands by for the next death: %s", error)
+            self._has_failed = True
+        else:
+            self._has_failed = False
 
     def spawn(self, child: ChildState, command: Sequence[str]) -> None:
-        """Start this child: the process that waits for such a command, or a new one."""
+        """Start this child: the process that waits for such a command, or a new one. Raises `OSError`."""
         spawn(child, command, self._take(command))
 
     def _take(self, command: Sequence[str]) -> subprocess.Popen[bytes] | None:
         for module in self._modules.values():
             start = python_module(module)
             if list(command[: len(start)]) == start and (process := self._processes.pop(module, None)) is not None:
-                return process if _tell(process, command[len(start) :]) else None
+                if not _tell(process, command[len(start) :]):
+                    return None
+                del self._not_before[module]  # nothing was wrong with it: the next one may come at once
+                return process
         return None
 
     def close(self) -> None:

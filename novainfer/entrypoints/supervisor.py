@@ -90,7 +90,7 @@ class Supervisor:
         self._stop_signals = 0  # SIGTERM, SIGINT or SIGHUP so far; the second ends the patience
         self._is_draining = False  # no gateway is replaced any more
         self._is_stopping = False  # nor anything else
-        self._phase = Phase.SPAWNED  # what all children have once reached
+        self._phase = Phase.SPAWNED  # what all children have once reached; READY from the moment in which any drains
 
     def __enter__(self) -> Supervisor:
         self._wakeups.__enter__()
@@ -117,15 +117,18 @@ class Supervisor:
 
     def _start(self) -> None:
         self._workers.start(self.epoch)
-        self._spawn_scheduler()
-        for child in self.table.of(ROLE_GATEWAY):
-            self._spawn_gateway(child)
+        for child in (self._scheduler, *self.table.of(ROLE_GATEWAY)):
+            self._spawn(child)
 
-    def _spawn_scheduler(self) -> None:
-        self._standbys.spawn(self._scheduler, self._launch.scheduler(self.epoch, self._worker_epoch))
-
-    def _spawn_gateway(self, child: ChildState) -> None:
-        self._standbys.spawn(child, self._launch.gateway(child.index, child.epoch, child.port))
+    def _spawn(self, child: ChildState) -> None:
+        if child.role == ROLE_SCHEDULER:
+            command = self._launch.scheduler(self.epoch, self._worker_epoch)
+        else:
+            command = self._launch.gateway(child.index, child.epoch, child.port)
+        try:
+            self._standbys.spawn(child, command)
+        except OSError as error:  # no process or memory is left: as if it had died at once
+            self._lose(child, f"{child.name} cannot be started: {error}")
 
     @property
     def _scheduler(self) -> ChildState:
@@ -146,11 +149,11 @@ class Supervisor:
         self._turn(timeout)
         self._find_hang()
         now = time.monotonic()
-        for role, index in self._replacements.take_due(now):
-            if role == ROLE_SCHEDULER:
-                self._spawn_scheduler()
-            elif not self._is_draining:
-                self._spawn_gateway(self.table.children[role, index])
+        for key in self._replacements.take_due(now):
+            if key[0] != ROLE_GATEWAY or not self._is_draining:
+                self._spawn(self.table.children[key])
+        if self._phase == Phase.READY and not (self._is_draining or self._replacements.is_going_on):
+            self._standbys.prepare(now)
         if now >= self._replacements.ready_by and self.table.behind(Phase.READY):
             self._give_up_late()
 
@@ -178,7 +181,6 @@ class Supervisor:
 
     def _prepare(self) -> None:
         """Get ready for the next death."""
-        self._standbys.prepare()
         self._fingerprints.serves(self.table.of(ROLE_WORKER)[0].fingerprint)
         self._workers.prepare(self.table.num_blocks(), self._fingerprints.known())
 
@@ -260,10 +262,8 @@ class Supervisor:
         if is_told:
             if child.process is not None and child.process.returncode not in (0, -GIVE_UP_SIGNAL):
                 logger.warning("%s", exit_words(child))
-        elif child.role == ROLE_SCHEDULER:
-            self._lose_scheduler(exit_words(child))
         else:
-            self._lose_gateway(child, exit_words(child))
+            self._lose(child, exit_words(child))
 
     def _hear_last_words(self, patience: float) -> None:
         for report in self._wakeups.reports(patience):
@@ -278,12 +278,9 @@ class Supervisor:
         for child, words in self._watch.look(list(self.table.children.values()), time.monotonic()):
             if child.role == ROLE_WORKER:
                 self._lose_workers(words, patience=0.0)
-                continue
-            kill_all([child])
-            if child.role == ROLE_SCHEDULER:
-                self._lose_scheduler(words)
             else:
-                self._lose_gateway(child, words)
+                kill_all([child])
+                self._lose(child, words)
 
     def _lose_workers(self, words: str, patience: float = _LAST_WORD_PATIENCE) -> None:
         """The worker group cannot go on: kill it, tell the scheduler, start another one in a new epoch."""
@@ -310,11 +307,16 @@ class Supervisor:
         self._wakeups.order(WorkersLost(self.epoch, faulted))
         self._workers.replace(self.epoch, delay, self._fingerprints.known())
 
-    def _lose_scheduler(self, words: str) -> None:
-        """The scheduler is dead: start another one in a new epoch. The worker group stays."""
+    def _lose(self, child: ChildState, words: str) -> None:
         if self._phase < Phase.READY:
             self._fail(words)
-            return
+        elif child.role == ROLE_SCHEDULER:
+            self._lose_scheduler(words)
+        else:
+            self._lose_gateway(child, words)
+
+    def _lose_scheduler(self, words: str) -> None:
+        """The scheduler is dead: start another one in a new epoch. The worker group stays."""
         delay = self._begin_recovery(words)
         if delay is not None:
             self.table.renew(ROLE_SCHEDULER, self.epoch)
@@ -322,9 +324,6 @@ class Supervisor:
 
     def _lose_gateway(self, child: ChildState, words: str) -> None:
         """A gateway is dead, its connections with it: start another one. Nothing else is concerned."""
-        if self._phase < Phase.READY:
-            self._fail(words)
-            return
         logger.error("%s", words)
         if self._is_draining:  # another one would take no requests
             return
@@ -361,8 +360,10 @@ class Supervisor:
     def _stop(self) -> None:
         """Gateways drain, then the scheduler goes, then the workers. A second signal, or a fault, shortens it."""
         self._progress.stopping()
-        if self._phase == Phase.READY and self.fault is None:
-            self._is_draining = True
+        gateways = self.table.of(ROLE_GATEWAY)
+        if self.fault is None and (self._phase == Phase.READY or any(one.phase == Phase.READY for one in gateways)):
+            # Who is late is not waited for: a gateway that is ready may have streams, and the engine serves them.
+            self._phase, self._is_draining = Phase.READY, True
             self.table.leave_out_dead(ROLE_GATEWAY)
             self._end(ROLE_GATEWAY, self._config.server.drain_timeout + DRAIN_MARGIN)
         self._is_stopping = True

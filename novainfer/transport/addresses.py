@@ -164,10 +164,19 @@ def check_space(folder: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file that holds keys: nobody else may read it, not even for a moment."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
+    """Replace a file as a whole; what it holds nobody else may read, not even for a moment: it may be keys.
+
+    The old one stays if that fails (a full disk).
+    """
+    draft = path.with_name(f"{path.name}.new")
+    draft.unlink(missing_ok=True)
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _is_loopback(host: str) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import psutil
+
+RAY_SERVERS = ("raylet", "gcs_server")  # names of Ray's processes that we start
 
 
 def runs(process: psutil.Process) -> bool:
@@ -22,6 +24,20 @@ def is_stopped(process: psutil.Process) -> bool:
         return bool(process.status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
         return False
+
+
+class StoppedProcesses:
+    """Which of some processes have been stopped for a while, for one who looks again and again."""
+
+    def __init__(self, patience: float) -> None:
+        """patience: seconds. Who goes on meanwhile has all of them anew."""
+        self._patience = patience
+        self._since: dict[psutil.Process, float] = {}
+
+    def look(self, processes: Iterable[psutil.Process], now: float) -> list[psutil.Process]:
+        """Those of these that have been for too long."""
+        self._since = {process: self._since.get(process, now) for process in processes if is_stopped(process)}
+        return [process for process, since in self._since.items() if now - since > self._patience]
 
 
 def is_pid_stopped(pid: int) -> bool:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from novainfer.errors import ConfigError
-from novainfer.transport.addresses import Endpoint, RunDir
+from novainfer.transport.addresses import Endpoint, RunDir, write_private
+from novainfer.transport.short_dir import remove_short_dir
 
 NAME = "replicas.json"
 # IN: it takes requests, when it is ready. DRAINING: only what it has. OUT: it is dead; what it had goes elsewhere.
 IN, DRAINING, OUT = "in", "draining", "out"
 REPLICA_DIR = "replica-"  # with a replica's number: its run directory, in the server's
+RAY_DIR = "ray"  # in a run directory: the files of its Ray instance, or a link to them (`short_dir`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,18 @@ def replica_dir(run_dir: RunDir, replica: int) -> RunDir:
     return RunDir(run_dir.path / f"{REPLICA_DIR}{replica}")
 
 
+def remove_ray_files(directory: Path) -> None:
+    """Of a server or a replica with this run directory, and of its replicas, wherever they are."""
+    replicas = [path for path in directory.glob(f"{REPLICA_DIR}*") if not path.is_symlink()]  # no server makes such
+    for path in (directory, *replicas):
+        remove_short_dir(path / RAY_DIR)
+        shutil.rmtree(path / RAY_DIR, ignore_errors=True)
+
+
 def write_replicas(run_dir: RunDir, replicas: Replicas) -> None:
     """Replace the file as a whole."""
-    draft = run_dir.path / f"{NAME}.new"
-    draft.write_text(json.dumps({"version": replicas.version, "states": replicas.states}), encoding="utf-8")
-    os.replace(draft, run_dir.path / NAME)
+    text = json.dumps({"version": replicas.version, "states": replicas.states})
+    write_private(run_dir.path / NAME, text)
 
 
 class ReplicasFile:

@@ -91,6 +91,27 @@ def kill_rays_control_store(server: RunningServer, streams: Streams) -> None:
     next(process for process in server.tree() if process.name() == "gcs_server").kill()
 
 
+def stop_rays_raylet(server: RunningServer, streams: Streams) -> None:
+    _stop_until_ranks_are_replaced(server, "raylet")
+
+
+def stop_rays_control_store(server: RunningServer, streams: Streams) -> None:
+    _stop_until_ranks_are_replaced(server, "gcs_server")
+
+
+def _stop_until_ranks_are_replaced(server: RunningServer, name: str) -> None:
+    """Ranks that run do not need it: their streams may end before anybody sees that it is stopped."""
+    title = last_rank(server)
+    rank = server.processes()[title]
+    next(process for process in server.tree() if process.name() == name).suspend()
+    wait_replaced(server, title, rank)
+
+
+def stop_rays_raylet_and_kill_the_host_of_a_rank(server: RunningServer, streams: Streams) -> None:
+    next(process for process in server.tree() if process.name() == "raylet").suspend()
+    kill_the_host_of_a_rank(server, streams)
+
+
 # Each with the group where it says more; `make chaos` has all of them with both.
 ONE_RANK: list[Disturb] = [
     kill_a_rank,
@@ -101,6 +122,9 @@ ONE_RANK: list[Disturb] = [
     kill_a_rank_and_stop_its_zygote,
     kill_rays_raylet,
     kill_rays_control_store,
+    stop_rays_raylet,
+    stop_rays_control_store,
+    stop_rays_raylet_and_kill_the_host_of_a_rank,
 ]
 TWO_RANKS: list[Disturb] = [
     kill_a_rank,

@@ -140,6 +140,17 @@ def test_given_a_raylet_that_dies_when_it_is_started_then_the_start_fails_at_onc
     assert done.stdout.splitlines() == ["Ray has died while it was started", "[]", "there"]
 
 
+@pytest.mark.parametrize("stopped", [("raylet",), ("gcs_server", "watch")])
+def test_given_a_server_of_ray_that_is_stopped_when_ranks_run_or_are_to_end_then_it_is_as_if_it_had_died(
+    tmp_path: Path, temp_dir: str, stopped: tuple[str, ...]
+) -> None:
+    """The run directory's path is too long for Ray's sockets: they are in a temporary one, until each instance ends."""
+    command = [sys.executable, "-m", "tests.engine.ray_stopped", str(tmp_path), *stopped]
+    environ = {**os.environ, "TMPDIR": temp_dir}
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True, timeout=2 * WAIT)
+    assert done.stdout.splitlines() == ["lost ['nova-ray']", "there ['nova-ray']", "[] []"]
+
+
 @pytest.mark.parametrize("last", ["dropped", "left"])
 def test_given_offline_engines_that_nobody_ends_when_they_are_dropped_or_left_then_all_of_them_ends(
     temp_dir: str, last: str

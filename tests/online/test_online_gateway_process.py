@@ -20,10 +20,18 @@ import pytest
 import zmq
 
 from novainfer.config import ServeConfig
-from novainfer.protocol.supervision import SUPERVISOR_SCHEMA, ChildFault, ChildReady, ChildStarted, GatewayPulse
+from novainfer.protocol.supervision import (
+    GIVE_UP_SIGNAL,
+    SUPERVISOR_SCHEMA,
+    ChildFault,
+    ChildReady,
+    ChildStarted,
+    GatewayPulse,
+)
 from novainfer.text.tokenizer import Tokenizer
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import bind_pull
+from novainfer.transport.replicas import IN, NAME, Replicas, write_replicas
 from tests.fakes import ScriptedScheduler
 from tests.online.gateways import config_for, text_processes
 
@@ -173,6 +181,44 @@ def test_given_streams_that_outlast_the_drain_when_terminated_then_each_gets_an_
     assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
     assert child.wait(20) == 0
     scheduler.wait_for(lambda: not scheduler.live)
+
+
+def test_given_a_gateway_that_drains_when_the_engine_has_failed_for_good_then_each_stream_gets_an_error_event(
+    supervisor: Supervisor, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.tokens_before_pause = 2
+    child = supervisor.start()
+    port = supervisor.hear().port
+    supervisor.hear()
+    with client(port) as http, client(port) as other, ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(http.post, CHAT, json=BODY) for _ in range(2)]
+        scheduler.wait_for(lambda: [live.counts for live in scheduler.live.values()] == [[2], [2]])
+        child.send_signal(signal.SIGTERM)
+        while other.get("/readyz").status_code == 200:
+            pass
+        child.send_signal(GIVE_UP_SIGNAL)
+        lasts = [stream.result(20).text.removesuffix("\n\n").rpartition("\n\n")[2] for stream in streams]
+    for last in lasts:
+        assert "failed for good" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert child.wait(20) == 0
+
+
+def test_given_files_that_cannot_be_read_or_written_when_a_gateway_runs_then_it_sends_pulses_and_drains_as_ever(
+    supervisor: Supervisor,
+) -> None:
+    supervisor.run_dir.metrics_file(0).with_suffix(".new").mkdir()
+    child = supervisor.start()
+    supervisor.hear()
+    replicas = supervisor.run_dir.path / NAME
+    replicas.mkdir()
+    for _ in range(8):  # the first may be from before
+        assert supervisor.hear_anything() == GatewayPulse(0, 1, 0, [0], [0])
+    replicas.rmdir()
+    write_replicas(supervisor.run_dir, Replicas(1, {0: IN}))
+    while supervisor.hear_anything().version != 1:
+        pass
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(20) == 0
 
 
 def test_given_two_gateways_when_started_then_they_share_one_port(tiny_model: Path, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ class FakeWorkers:
 
 def run_server(options: argparse.Namespace) -> int:
     """A supervisor over fake children; `--behave {"gateway": ..., "scheduler": ..., "worker": ...}`."""
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig(level=options.log_level)
     behaviour = json.loads(options.behave)
     log = Path(options.log)
     config = ServeConfig(
@@ -154,7 +154,7 @@ def run_server(options: argparse.Namespace) -> int:
         def child(role: str, index: int) -> list[str]:
             what = behaviour.get(f"{role} {index}", behaviour.get(role, "normal"))
             place = ("--run-dir", str(run_dir.path), "--log", str(log), "--role", role, "--index", str(index))
-            return [sys.executable, __file__, "child", *place, "--behave", what]
+            return [options.program, __file__, "child", *place, "--behave", what]
 
         def gateway(index: int, epoch: int, port: int) -> list[str]:
             return [*child("gateway", index), "--epoch", str(epoch)]
@@ -234,11 +234,13 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=("server", "child"))
     for flag in ("--run-dir", "--log", "--role"):
         parser.add_argument(flag)
+    parser.add_argument("--program", default=sys.executable)  # what runs the children
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--epoch", type=int, default=FIRST_EPOCH)
     parser.add_argument("--group", type=int, default=FIRST_EPOCH)
     parser.add_argument("--behave", default="{}")
     parser.add_argument("--replicas", type=int)
+    parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--spare-workers", type=int, default=0)
     parser.add_argument("--start-timeout", type=float, default=600.0)
     parser.add_argument("--max-restarts", type=int, default=ServerConfig().max_restarts)

@@ -79,6 +79,36 @@ def test_a_gateway_when_it_takes_over_from_one_that_died_then_no_counter_goes_ba
     assert third.said()[asked("a")] == 8
 
 
+def test_a_gateway_when_it_dies_after_it_was_asked_then_its_successor_does_not_tell_less(run_dir: RunDir) -> None:
+    old, other = Gateway(run_dir, 0), Gateway(run_dir, 1)
+    other.asked.labels("a").inc(5)
+    other.publish()
+    old.asked.labels("a").inc(7)
+    assert old.said()[asked("a")] == 12
+    new = Gateway(run_dir, 0, is_successor=True)
+    assert new.said()[asked("a")] == other.said()[asked("a")] == 12
+
+
+def test_figures_when_they_cannot_be_written_then_they_are_told_and_written_once_they_can_be(
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway, other = Gateway(run_dir, 0), Gateway(run_dir, 1)
+    gateway.asked.labels("a").inc(7)
+    in_the_way = run_dir.metrics_file(0).with_suffix(".new")
+    for _ in range(2):
+        in_the_way.mkdir()
+        for _ in range(3):
+            gateway.publish()
+            gateway.asked.labels("a").inc()
+        gateway.publish()
+        told = gateway.said()[asked("a")]
+        in_the_way.rmdir()
+        gateway.publish()
+        assert other.said()[asked("a")] == told
+    assert told == 13
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2, "once for each time it fails"
+
+
 def test_the_first_gateway_of_a_server_when_a_file_lies_there_then_it_is_not_its_own(run_dir: RunDir) -> None:
     old = Gateway(run_dir, 0)
     old.asked.labels("a").inc(7)

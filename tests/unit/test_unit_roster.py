@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,7 @@ class Server:
         """Start what is due, and let it serve: their numbers."""
         due = self.roster.take_due(float("inf"))
         for replica in due:
+            self.roster.furnish(replica)
             self.serve(replica)
         return [replica.child.index for replica in due]
 
@@ -257,6 +261,63 @@ def test_commands_when_they_cannot_be_carried_out_then_the_reason_is_told_and_no
     assert "nobody would serve" in (roster.restart([0]) or "")
     assert "no replica that serves would be left" in (roster.drain([0]) or "")
     assert server.states() == {0: IN, 1: DRAINING}
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """No file of this process can grow: what is written fails, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_when_a_replica_dies_then_gateways_are_told_once_there_is_room_and_its_files_are_as_before(
+    server: Server,
+) -> None:
+    config = replica_dir(server.run_dir, 0).config_file.read_text()
+    with no_room():
+        server.end(0)
+        (due,) = server.roster.take_due(server.now)
+        with pytest.raises(OSError, match="too large"):
+            server.roster.furnish(due)
+        server.roster.catch_up(float("inf"))
+        assert server.states() == {0: IN, 1: IN}
+    assert replica_dir(server.run_dir, 0).config_file.read_text() == config
+    server.roster.catch_up(float("inf"))
+    assert server.states() == {0: OUT, 1: IN}
+    server.roster.ended(due, server.now)  # it has not been started
+    assert server.start() == [0]
+    assert server.states() == {0: IN, 1: IN}
+    assert [path.name for path in server.run_dir.path.glob("**/*.new")] == []
+
+
+def test_a_full_disk_when_a_replica_is_restarted_then_it_goes_on_until_gateways_have_been_told(server: Server) -> None:
+    alive(server)
+    assert server.roster.restart([0]) is None
+    with no_room():
+        assert server.drained() == []
+        server.pulse({0: 0, 1: 0}, {0: 0, 1: 0})
+        assert server.drained() == []
+    server.roster.catch_up(float("inf"))
+    server.pulse({0: 0, 1: 0}, {0: 0, 1: 0})
+    assert server.drained() == [0]
+
+
+def test_a_full_disk_when_a_replica_is_added_or_to_leave_then_that_is_refused_and_nothing_changes(
+    server: Server,
+) -> None:
+    with no_room():
+        with pytest.raises(ConfigError, match="disk may be full"):
+            server.roster.add()
+        assert "disk may be full" in (server.roster.drain([0]) or "")
+    server.roster.catch_up(float("inf"))
+    assert server.states() == {0: IN, 1: IN}
+    assert server.roster.listing().replicas == [0, 1]
+    assert server.roster.add().child.index == 2
+    assert server.roster.drain([0]) is None
 
 
 def test_the_file_when_it_does_not_exist_then_the_server_is_one_replica(tmp_path: Path) -> None:

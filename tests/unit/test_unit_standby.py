@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def test_given_a_child_when_it_is_started_then_it_does_the_same_with_a_standby_a
 ) -> None:
     pids = []
     if is_prepared:
-        standbys.prepare()
+        standbys.prepare(0.0)
         pids = [process.pid for process in waiting()]
     child = spawn(standbys, str(tmp_path / "file"), "--index", "ä")
     assert pids == [child.pid] * is_prepared
@@ -70,8 +71,8 @@ def test_given_a_child_when_it_is_started_then_it_does_the_same_with_a_standby_a
 def test_given_a_standby_when_it_is_asked_for_again_then_there_is_one_and_none_once_it_is_taken(
     standbys: Standbys, tmp_path: Path
 ) -> None:
-    standbys.prepare()
-    standbys.prepare()
+    standbys.prepare(0.0)
+    standbys.prepare(0.0)
     assert len(waiting()) == 1
     children = [spawn(standbys, str(tmp_path / name)) for name in "ab"]
     assert [finish(child) for child in children] == [7, 7]
@@ -80,15 +81,48 @@ def test_given_a_standby_when_it_is_asked_for_again_then_there_is_one_and_none_o
 def test_given_a_standby_that_was_killed_when_a_child_is_started_then_it_comes_all_the_same(
     standbys: Standbys, tmp_path: Path
 ) -> None:
-    standbys.prepare()
+    standbys.prepare(0.0)
     process = waiting()[0]
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert finish(spawn(standbys, str(tmp_path / "file"))) == 7
 
 
+def test_given_no_file_descriptor_when_a_standby_is_to_start_then_it_is_done_without_and_tried_again_after_a_while(
+    standbys: Standbys, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        for now in (0.0, 100.0):
+            standbys.prepare(now)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # it is said once
+    standbys.prepare(100.1)
+    assert waiting() == []
+    assert finish(spawn(standbys, str(tmp_path / "file"))) == 7
+    standbys.prepare(200.0)
+    assert len(waiting()) == 1
+
+
+def test_given_a_standby_that_dies_when_it_is_asked_for_again_then_the_next_one_comes_after_a_while(
+    standbys: Standbys,
+) -> None:
+    standbys.prepare(0.0)
+    process = waiting()[0]
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    standbys.prepare(1.0)
+    assert not any(child.status() != psutil.STATUS_ZOMBIE for child in waiting())
+    standbys.prepare(100.0)
+    assert len(waiting()) == 1
+
+
 def test_given_another_command_when_it_is_started_then_no_standby_is_taken(standbys: Standbys) -> None:
-    standbys.prepare()
+    standbys.prepare(0.0)
     child = ChildState("scheduler", 0, 1)
     standbys.spawn(child, python_module("timeit", "-n", "1"))
     assert finish(child) == 0
@@ -96,12 +130,12 @@ def test_given_another_command_when_it_is_started_then_no_standby_is_taken(stand
 
 
 def test_given_a_standby_when_it_is_closed_or_its_parent_is_killed_then_it_is_gone(standbys: Standbys) -> None:
-    standbys.prepare()
+    standbys.prepare(0.0)
     process = waiting()[0]
     standbys.close()
     assert not process.is_running()
     code = "import sys\nfrom novainfer.entrypoints.standby import Standbys\n"
-    code += f"Standbys({{'sayer': {MODULE!r}}}).prepare()\nprint(flush=True)\nsys.stdin.read()"
+    code += f"Standbys({{'sayer': {MODULE!r}}}).prepare(0.0)\nprint(flush=True)\nsys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()

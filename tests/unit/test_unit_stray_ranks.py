@@ -29,15 +29,21 @@ child.wait()
 def child_of() -> Iterator[Callable[[str], psutil.Process]]:
     """Starts a process of that name with a child, and returns the child."""
     parents: list[subprocess.Popen[str]] = []
+    children: list[psutil.Process] = []
 
     def start(name: str) -> psutil.Process:
         command = [sys.executable, "-c", PARENT, name]
         parents.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         assert parents[-1].stdout is not None
-        return psutil.Process(int(parents[-1].stdout.readline()))
+        children.append(psutil.Process(int(parents[-1].stdout.readline())))
+        return children[-1]
 
     yield start
+    for child in children:
+        if is_alive(child):
+            child.kill()
     for parent in parents:
+        parent.send_signal(signal.SIGCONT)  # if it lives
         parent.communicate()
 
 
@@ -66,6 +72,20 @@ def test_given_a_child_of_the_raylet_when_it_is_stopped_for_a_second_then_it_is_
     while is_alive(rank):
         pass
     assert is_alive(other)
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_given_a_server_of_ray_when_it_is_stopped_for_a_second_then_it_is_killed(
+    child_of: Callable[[str], psutil.Process], name: str
+) -> None:
+    server, strays = child_of(name).parent(), StrayRanks()
+    assert server is not None
+    stop(server)
+    strays.kill_stopped(10.0)
+    assert is_alive(server)
+    strays.kill_stopped(11.1)
+    while is_alive(server):
+        pass
 
 
 def test_given_a_child_of_the_raylet_when_it_goes_on_in_time_then_its_second_begins_anew(
