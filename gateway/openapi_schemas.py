@@ -143,7 +143,7 @@ _MESSAGE: Schema = {
     "required": ["role"],
     "properties": {
         "role": {"enum": sorted(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, _array(_PART, 1), {"type": "null"}]},
+        "content": {"anyOf": [{"type": "string"}, _array(_PART), {"type": "null"}]},
     },
 }
 _MESSAGES = _array(_MESSAGE, 1, MAX_MESSAGES)

@@ -189,7 +189,8 @@ def _refuse_contradictions(request: GenerationRequest) -> None:
     """Fields that are right in themselves, and wrong for a stream or for what is none."""
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
-    if request.stream_options is not None and not request.stream:
+    options = request.stream_options
+    if options is not None and not request.stream and any(dict(options).values()):  # some send it, asking for nothing
         words = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
         raise InvalidRequestError(words, param="stream_options")
 
@@ -208,7 +209,8 @@ def _banned_token_ids(request: GenerationRequest, tokenizer: Tokenizer, vocab_si
         return ()
     always = [token_id for token_id in known if token_id < vocab_size]
     words = _bad_word_ids(request.bad_words, tokenizer) if request.bad_words else ()
-    return (*request.banned_token_ids, *words, *always)
+    own = set(request.banned_token_ids)
+    return (*request.banned_token_ids, *(token_id for token_id in (*words, *always) if token_id not in own))
 
 
 def _bad_word_ids(words: list[str], tokenizer: Tokenizer) -> list[int]:

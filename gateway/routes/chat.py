@@ -66,7 +66,8 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise InvalidRequestError(f"A message's role must be one of {', '.join(sorted(ROLES))}.", param="messages")
-        if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        # Calls are text here, without ids: who tells what came of one may have none to name.
+        if not isinstance(message.get("tool_call_id"), str | None):
             raise InvalidRequestError(f"messages[{number}].tool_call_id must be a string.", param="messages")
 
 

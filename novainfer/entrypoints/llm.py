@@ -95,27 +95,43 @@ class LLM:
         keys repeat choice 0). Raises `InvalidRequestError` before anything runs if a prompt or its parameters are
         wrong. Whatever is raised, none of these prompts is live afterwards.
         """
+        return self._generate(prompts, sampling_params, use_tqdm, after_prompt=True)
+
+    def _generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        *,
+        after_prompt: bool,
+    ) -> list[dict[str, Any]]:
         items: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         params = self._params_for(items, sampling_params)
         ids: list[str] = []
         try:
             for item, one in zip(items, params, strict=True):
-                ids.append(self.add_request(item, one))
+                ids.append(self.add_request(item, one, after_prompt=after_prompt))
             return self._finish(ids, use_tqdm)
         finally:
             for request_id in ids:
                 self.cancel(request_id)
 
     def _finish(self, ids: list[str], use_tqdm: bool) -> list[dict[str, Any]]:
-        """Run until these requests have ended; their results."""
+        """Run until these requests have ended; their results. Those of others are returned by the next `step`."""
         wanted = set(ids)
         results: dict[str, dict[str, Any]] = {}
+        others: list[dict[str, Any]] = []
         with tqdm(total=len(ids), desc="Requests", disable=not use_tqdm) as progress:
-            while len(results) < len(wanted):
-                for result in self.step():
-                    if result["request_id"] in wanted:
-                        results[result["request_id"]] = result
-                        progress.update()
+            try:
+                while len(results) < len(wanted):
+                    for result in self.step():
+                        if result["request_id"] in wanted:
+                            results[result["request_id"]] = result
+                            progress.update()
+                        else:
+                            others.append(result)
+            finally:
+                self._ended = [*others, *self._ended]
         return [results[request_id] for request_id in ids]
 
     def chat(
@@ -132,7 +148,7 @@ class LLM:
         texts = [template.render(each) for each in conversations]
         # The template writes the special tokens itself.
         prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self._generate(prompts, sampling_params, use_tqdm, after_prompt=False)
 
     def add_request(
         self,
@@ -264,6 +280,8 @@ class LLM:
         live.deltas[output.choice].append(delta)
         if live.on_token is not None and (delta.token_ids or delta.finish_reason):
             live.on_token(output.request_id, delta)
+            if output.request_id not in self._live:  # cancelled there
+                return
         if choice.ended_here:  # a stop string: the engine does not know it yet
             self._engine.cancel(output.request_id, output.choice, complete=True)
         if all(c.finish_reason is not None for c in live.choices):

@@ -1,11 +1,13 @@
 """Tokens that a checkpoint's other files add to those of its tokenizer.json, with the ids that transformers gives them.
 
 tokenizer_config.json may say it all (`added_tokens_decoder`). Where it does not, added_tokens.json lists such tokens,
-and special_tokens_map.json names the special ones and has the last word on them.
+and special_tokens_map.json names the special ones and has the last word on them. Tokens behind the model's last one, of
+which there are some in many checkpoints, are left out: the model could not read them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from novainfer.checkpoint import read_json
+from novainfer.checkpoint import read_json, vocab_size
 from novainfer.errors import ConfigError, words_of
+
+_log = logging.getLogger(__name__)
 
 CONFIG_FILE = "tokenizer_config.json"
 _OLDER_FILE, _NAMES_FILE = "added_tokens.json", "special_tokens_map.json"
@@ -26,7 +30,7 @@ def add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str,
     """Complete the `backend` of the tokenizer in `folder`. Returns the special tokens with a name of their own, as
     'bos_token' -> '<s>'.
 
-    config: of tokenizer_config.json. Raises `ConfigError` for a token that would not get the id that a file gives it.
+    config: of tokenizer_config.json. Raises `ConfigError` for what is no token.
     """
     is_older = config.get("added_tokens_decoder") is None
     source = folder / (_OLDER_FILE if is_older else CONFIG_FILE)
@@ -37,14 +41,12 @@ def add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str,
         numbered = _older_tokens(read_json(source), special) if is_older else _tokens(config["added_tokens_decoder"])
     except (TypeError, ValueError, AttributeError) as error:  # what stands there is no token
         raise ConfigError(f"the added tokens of {folder} cannot be read: {words_of(error)}") from None
-    _add(backend, numbered, is_older, named, others)
+    _add(backend, numbered, is_older, named, others, vocab_size(folder))
     for index, token in numbered.items():
         found = backend.token_to_id(token.content)
-        if found != index:
-            raise ConfigError(
-                f"{source} gives the token {token.content!r} the id {index}, but behind those of tokenizer.json it has "
-                f"{found}: the files do not fit together"
-            )
+        if found is not None and found != index:
+            words = "%s gives the token %r the id %d, but behind those of tokenizer.json it has %d"
+            _log.warning(words, source, token.content, index, found)
     return {name: named[name].content for name in NAMED_SPECIALS if name in named}
 
 
@@ -54,8 +56,9 @@ def _add(
     is_older: bool,
     named: Mapping[str, AddedToken],
     others: Iterable[AddedToken],
+    most: int | None,
 ) -> None:
-    """As transformers does, and in its order: by the ids given, then by name, then the rest."""
+    """As transformers does, and in its order: by the ids given, then by name, then the rest; no ids from `most` on."""
     own = backend.get_added_tokens_decoder()
     by_id = {**numbered, **own} if is_older else numbered
     wanted = {token.content: token for _, token in sorted(by_id.items())}
@@ -65,7 +68,17 @@ def _add(
             wanted[token.content] = known.get(token.content, token)
     for token in named.values():  # special even where tokenizer.json does not say so
         wanted[token.content].special = True
-    backend.add_tokens([token for content, token in wanted.items() if known.get(content) != token])
+    left_out = _behind(backend, [content for content in wanted if backend.token_to_id(content) is None], most)
+    changed = (token for content, token in wanted.items() if known.get(content) != token)
+    backend.add_tokens([token for token in changed if token.content not in left_out])
+
+
+def _behind(backend: tokenizers.Tokenizer, new: list[str], most: int | None) -> set[str]:
+    """Which of these tokens would get ids from `most` on."""
+    if not new or most is None:
+        return set()
+    next_id = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    return set(new[max(most - next_id, 0) :])
 
 
 def _special_tokens(

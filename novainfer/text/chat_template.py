@@ -29,6 +29,7 @@ RENDER_SECONDS = 2.0  # of this thread's CPU time: a busy machine is not the tem
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 _DEADLINE = "_novainfer_deadline"
 _MARK = "\ue000here the answer goes on\ue000 "  # its last character shows whether a template trims what it shows
+_ANSWER = ("content", "refusal", "tool_calls", "function_call", "reasoning_content", "reasoning")  # an assistant's
 _ASKS_FOR_NONE = re.compile(r"\bis\s+(not\s+)?none\b", re.IGNORECASE)
 # What a template sees under these names comes from us, never from a request.
 OWN_NAMES = frozenset(
@@ -199,7 +200,7 @@ def _plain_message(message: Message, where: str, *, keep_developer: bool, keep_n
     keep_none: the template knows messages that are calls alone by content that is none.
     """
     plain = {key: value for key, value in message.items() if value is not None}
-    plain["content"] = _text_content(plain, where)
+    plain["content"] = _text_content(message, where)
     if plain.get("role") == "developer" and not keep_developer:
         plain["role"] = "system"  # the newer name of the same role; most templates know only the older
     calls = plain.pop("tool_calls", [])
@@ -212,12 +213,10 @@ def _plain_message(message: Message, where: str, *, keep_developer: bool, keep_n
 
 
 def _text_content(message: Message, where: str) -> str:
-    """The message's words. Only an assistant may have none, where it refused or called something instead."""
+    """The message's words. Only an assistant may have none, which called something, say: but not by a slip alone."""
     content, is_answer = message.get("content"), message.get("role") == "assistant"
-    if content is None and is_answer:
-        content = message.get("refusal")
-        if content is None and ("function_call" in message or message.get("tool_calls", []) != []):
-            return ""
+    if is_answer and content in (None, []) and any(name in message for name in _ANSWER):
+        content = message.get("refusal") or ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:  # no words are nearly always a slip, such as a misspelt name

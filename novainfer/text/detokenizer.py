@@ -1,7 +1,9 @@
 """Incremental decoding: token ids in, finished text out, never half a character.
 
-The deltas joined, with the flush, are exactly what `Tokenizer.decode` gives for all ids at once. The state is a
-function of the ids fed, so a resumed request rebuilds it by feeding what was emitted.
+The deltas joined, with the flush, are exactly what `Tokenizer.decode` gives for all ids at once, but in one case: where
+byte-fallback tokens in a row are not UTF-8, that makes replacement characters of them all, which only the end of the
+row can tell. Here those of its characters that are whole have been told by then, and a stop string was found, and stay
+told. The state is a function of the ids fed, so a resumed request rebuilds it by feeding what was emitted.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._pieces = tokenizer.pieces
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._utf8: codecs.IncrementalDecoder | None = None  # where a token was not whole characters
+        self._utf8: codecs.IncrementalDecoder | None = None  # where tokens were not whole characters
         self._whole_text = tokenizer.whole_text
         self._needs_context = not self._pieces.byte_level  # what a token adds depends on those before it
-        self._byte_run = bytearray()
+        self._partial = b""  # of a character, from byte-fallback tokens
         self._first = not after_prompt
         self._strip_left = 0 if after_prompt else self._pieces.strip[1]
 
@@ -65,9 +67,8 @@ class Detokenizer:
             return ""
         byte = self._pieces.byte_of(token)
         if byte is not None:
-            self._byte_run.append(byte)
             self._first = False
-            return ""
+            return self._cut(self._feed_byte(bytes([byte])))
         return self._end_byte_run() + self._cut(self._spell(token))
 
     def _feed_bytes(self, token_id: int) -> str:
@@ -85,16 +86,26 @@ class Detokenizer:
             token = token.replace(self._pieces.drop_in_first, "")
         return self._pieces.text_of(token)
 
+    def _feed_byte(self, byte: bytes) -> str:
+        """Of a byte-fallback token. A byte that is of no character is one replacement character."""
+        for start in range(len(self._partial) + 1):
+            data = (self._partial + byte)[start:]
+            try:
+                text = data.decode()
+            except UnicodeDecodeError as error:
+                if error.reason != "unexpected end of data":
+                    continue
+                text, self._partial = "", data
+            else:
+                self._partial = b""
+            return "\ufffd" * start + text
+        lost, self._partial = len(self._partial) + 1, b""
+        return "\ufffd" * lost
+
     def _end_byte_run(self) -> str:
-        """A run of byte tokens counts as a whole: if it is not UTF-8, each byte is one replacement character."""
-        if not self._byte_run:
-            return ""
-        try:
-            text = self._byte_run.decode()
-        except UnicodeDecodeError:
-            text = "\ufffd" * len(self._byte_run)
-        self._byte_run.clear()
-        return self._cut(text)
+        """Of a character that was begun, each byte is one replacement character."""
+        lost, self._partial = len(self._partial), b""
+        return self._cut("\ufffd" * lost)
 
     def _cut(self, text: str) -> str:
         """Drop the leading characters that the decoder strips from the whole text."""

@@ -39,13 +39,17 @@ def make_short_dir(link: Path, longest: int) -> Path:
 
 
 def remove_short_dir(link: Path) -> None:
-    """Remove the link, and the directory that it names. What is no such link, or no such directory, stays."""
+    """Remove the link, and the directory that it names. What is no such link stays, and so does a directory that is not
+    ours alone.
+    """
     try:
         path = Path(os.readlink(link))
     except OSError:  # there is none, or it is no link
         return
+    if not (path.is_absolute() and path.name.startswith(PREFIX)):
+        return
     try:
-        is_ours = path.is_absolute() and path.name.startswith(PREFIX) and is_private(path.lstat())
+        is_ours = is_private(path.lstat())
     except OSError:
         is_ours = False
     if is_ours:

@@ -139,6 +139,29 @@ def test_given_a_callback_that_raises_when_stepping_then_the_others_have_all_the
     assert results.keys() == {before, after}
 
 
+def test_given_a_callback_that_cancels_when_it_has_the_last_token_then_no_result_and_no_error(llm: LLM) -> None:
+    seen: list[str] = []
+
+    def enough(request_id: str, delta: Any) -> None:
+        seen.append(request_id)
+        llm.cancel(request_id)
+
+    request_id = llm.add_request("count", SamplingParams(temperature=0.0, max_tokens=1), on_token=enough)
+    while not llm.is_finished():
+        assert llm.step() == []
+    assert seen == [request_id]
+
+
+def test_given_a_queued_request_when_it_ends_while_others_are_generated_then_its_result_is_not_lost(llm: LLM) -> None:
+    queued = llm.add_request("count", SamplingParams(temperature=0.0, max_tokens=2))
+    llm.generate("hello", SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
+    assert not llm.is_finished()
+    results: list[dict[str, Any]] = []
+    while not llm.is_finished():
+        results += llm.step()
+    assert [result["request_id"] for result in results] == [queued]
+
+
 def test_given_a_callback_that_raises_when_generating_then_no_prompt_of_the_call_is_left(llm: LLM) -> None:
     def fail(request_id: str, delta: ChoiceDelta) -> None:
         raise RuntimeError("the caller's own fault")

@@ -151,10 +151,10 @@ def is_message(message: dict[str, Any]) -> bool:
     content, role = message.get("content"), message.get("role")
     if role not in ROLES or "tool_calls" in message:
         return False
-    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+    if not isinstance(message.get("tool_call_id"), str | None):
         return False
-    if role == "assistant" and content is None:
-        content = message.get("refusal")
+    if role == "assistant" and content in (None, []) and message.keys() & {"content", "refusal"}:
+        content = message.get("refusal") or ""
     return isinstance(content, str) or (isinstance(content, list) and content != [] and all(map(is_part, content)))
 
 
@@ -300,7 +300,7 @@ def _requests() -> Iterator[Parameter]:
     yield Parameter("response_format", is_text, (CHAT,))
     options = ({"include_usage": flag} for flag in (True, None, 1, "true", math.nan))
     yield Parameter("stream_options", Object(tuple(options), is_stream_options), HTTP, beside={"stream": True})
-    yield Parameter("stream_options", Object(({}, {"include_usage": True}), lambda value: False), HTTP)
+    yield Parameter("stream_options", Object(({}, {"include_usage": True}), lambda value: not value), HTTP)
     yield Parameter("an_unknown_field", Anything(), HTTP)
     yield from (Parameter(name, Nothing(), (CHAT,)) for name in NOT_IN_CHAT)
     yield from (Parameter(name, Nothing(no_ops), (TEXT,)) for name, no_ops in NOT_IN_TEXT.items())

@@ -85,17 +85,35 @@ def test_given_tokens_beside_the_tokenizers_own_when_loaded_then_all_is_as_in_tr
 @pytest.mark.parametrize(
     ("files", "source"),
     [
-        ({"config": {"added_tokens_decoder": {"300": added("<a>")}}}, CONFIG),
+        ({"config": {"added_tokens_decoder": {"300": added("<a>")}, "eos_token": "<a>"}}, CONFIG),
         ({"config": {"added_tokens_decoder": {"258": added("<old>")}}}, CONFIG),
+        ({"config": {"added_tokens_decoder": {"258": added("<a>"), "259": added("<a>")}}}, CONFIG),
         ({"older": {"<a>": 259}}, OLDER),
     ],
 )
-def test_given_an_id_that_the_token_would_not_get_when_loaded_then_the_file_is_named(
-    files: dict[str, dict[str, Any]], source: str, folder: Path
+def test_given_an_id_that_the_token_does_not_get_when_loaded_then_it_is_as_in_transformers_and_the_file_is_named(
+    files: dict[str, dict[str, Any]], source: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(folder, **files)
-    with pytest.raises(ConfigError, match=f"{source} gives the token .* do not fit together"):
-        Tokenizer.load(folder)
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.encode(TEXT) == theirs(TEXT)["input_ids"]
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert [record.message for record in caplog.records if f"{source} gives the token" in record.message]
+
+
+@pytest.mark.parametrize(("vocab_size", "read"), [(257, ""), (258, ""), (259, "<a>"), (261, "<a><b><e>")])
+def test_given_tokens_behind_the_models_last_one_when_loaded_then_their_text_is_as_any_other(
+    folder: Path, vocab_size: int, read: str
+) -> None:
+    decoder = {"258": added("<a>"), "259": added("<b>")}
+    write(folder, config={"added_tokens_decoder": decoder, "pad_token": "<b>", "eos_token": "<e>"})
+    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size}), encoding="utf-8")
+    tokenizer = Tokenizer.load(folder)
+    ids = tokenizer.encode("<a><b><e>")
+    assert [i for i in ids if i > 257] == list(range(258, 258 + read.count("<")))
+    assert max(ids) < max(vocab_size, 258)
+    assert tokenizer.decode(tokenizer.encode("<b> <e>" if read != "<a><b><e>" else "b")).strip() in ("<b> <e>", "b")
+    assert tokenizer.eos_token_ids == ((260,) if "<e>" in read else ())
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,8 @@ def test_given_content_parts_when_rendered_then_texts_are_joined_and_media_refus
 def test_given_a_message_without_content_when_rendered_then_its_place_is_named_and_an_empty_string_is_fine(
     role: str,
 ) -> None:
-    for message in ({"role": role}, {"role": role, "content": None}, {"role": role, "contents": "typo"}):
+    given = [{"role": role}, {"role": role, "contents": "typo"}]
+    for message in given if role == "assistant" else [*given, {"role": role, "content": None}]:
         with pytest.raises(InvalidRequestError, match=r"messages\[1\].content must be") as caught:
             render("x", [*USER, message])
         assert caught.value.param == "messages"
@@ -180,6 +181,9 @@ def test_given_an_assistant_that_called_or_refused_when_rendered_then_it_needs_n
         assert render(shows, [{"role": "assistant", "content": None, **more}]) == "[]"
         with pytest.raises(InvalidRequestError):
             render(shows, [{"role": "user", "content": None, **more}])
+    for more in ({}, {"tool_calls": []}, {"tool_calls": call("{}")}, {"reasoning_content": "Hm"}):
+        for content in (None, []):
+            assert render(shows, [{"role": "assistant", "content": content, **more}]) == "[]"
     assert render(shows, [{"role": "assistant", "content": None, "refusal": "I will not."}]) == "[I will not.]"
     parts = [{"type": "text", "text": "Sorry."}, {"type": "refusal", "refusal": "I will not."}]
     assert render(shows, [{"role": "assistant", "content": parts}]) == "[Sorry.\nI will not.]"

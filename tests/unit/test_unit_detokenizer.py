@@ -74,7 +74,11 @@ def test_given_random_ids_when_fed_one_by_one_then_joined_deltas_equal_whole_dec
     skip = data.draw(st.booleans())
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     text = "".join(detokenizer.feed([token_id]) for token_id in ids) + detokenizer.flush()
-    assert text == tokenizer.decode(ids, skip_special_tokens=skip)
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    if text != whole:  # a row of bytes that is not UTF-8: characters in it that are whole stay
+        assert tokenizer.pieces.byte_fallback
+        assert "\ufffd" in text
+        assert (len(text), text.count("\ufffd")) < (len(whole) + 1, whole.count("\ufffd"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,6 +113,25 @@ def test_given_a_character_cut_short_when_flushed_then_a_replacement_character_c
         first_bytes = [tokenizer.token_id("ð") or 0]
     assert detokenizer.feed(first_bytes) == ""
     assert detokenizer.flush() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("data", "deltas", "rest"),
+    [
+        ("你é.".encode(), ["", "", "你", "", "é", "."], ""),
+        ("🎉".encode()[:3], ["", "", ""], "\ufffd\ufffd\ufffd"),
+        (b"a\xe4\xbd\xe4\xbd\xa0", ["a", "", "", "\ufffd\ufffd", "", "你"], ""),
+        (b"\xffa\xc3(", ["\ufffd", "a", "", "\ufffd("], ""),
+        (b"\xe0\x80\xf0", ["", "\ufffd\ufffd", ""], "\ufffd"),
+    ],
+)
+def test_given_byte_tokens_in_a_row_when_fed_then_each_character_comes_as_soon_as_it_is_whole(
+    data: bytes, deltas: list[str], rest: str
+) -> None:
+    tokenizer = tokenizer_of("llama")
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.feed([tokenizer.token_id(f"<0x{byte:02X}>") or 0]) for byte in data] == deltas
+    assert detokenizer.flush() == rest
 
 
 def test_given_a_prompt_before_when_first_word_has_a_space_then_it_is_kept() -> None:

@@ -74,7 +74,7 @@ def test_given_a_checkpoint_that_cannot_be_served_when_served_then_one_line_says
         ("temperature", "warm"),
         ("temperature", True),
         ("temperature", 10**400),
-        ("top_p", 0),
+        ("top_p", -0.5),
         ("top_p", 1.5),
         ("top_p", float("nan")),
         ("top_k", -2),
