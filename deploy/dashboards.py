@@ -46,9 +46,12 @@ def quantiles(histogram: str, *shares: float, labels: str = MODEL) -> tuple[tupl
     return tuple((quantile(share, histogram, labels), f"p{share * 100:g}") for share in shares)
 
 
-def per_engine(name: str) -> tuple[tuple[str, str], ...]:
-    """A gauge, a line for each engine."""
-    return ((f"sum by (engine) (novainfer_{name}{{{ENGINE}}})", "engine {{engine}}"),)
+def per_engine(name: str, of_servers: str = "sum") -> tuple[tuple[str, str], ...]:
+    """A gauge, a line for each engine.
+
+    of_servers: what is told of those with the same number in several servers: their sum, or the max or min of them.
+    """
+    return ((f"{of_servers} by (engine) (novainfer_{name}{{{ENGINE}}})", "engine {{engine}}"),)
 
 
 API = 'handler=~"/v1/.*|/(de)?tokenize"'  # what clients ask; probes of a server that loads hear 503, and scrapes 200
@@ -85,7 +88,7 @@ OVERVIEW = (
             (quantile(0.5, "request_decode_time_seconds"), "decode"),
         ),
     ),
-    Panel("KV cache", "percentunit", "Blocks in use, of each engine.", per_engine("kv_cache_usage_ratio")),
+    Panel("KV cache", "percentunit", "Blocks in use, of each engine.", per_engine("kv_cache_usage_ratio", "max")),
     Panel(
         "Prefix cache",
         "percentunit",
@@ -114,7 +117,7 @@ OVERVIEW = (
 ENGINES = (
     Panel("Running", "none", "Sequences with a row.", per_engine("num_requests_running")),
     Panel("Waiting", "none", "Sequences without.", per_engine("num_requests_waiting")),
-    Panel("KV cache", "percentunit", "Blocks in use.", per_engine("kv_cache_usage_ratio")),
+    Panel("KV cache", "percentunit", "Blocks in use.", per_engine("kv_cache_usage_ratio", "max")),
     Panel(
         "Steps", "ops", "Forward passes per second.", ((rate("engine_steps", ENGINE, "engine"), "engine {{engine}}"),)
     ),
@@ -206,7 +209,7 @@ TENANTS = (
     ),
 )
 RECOVERY = (
-    Panel("Engines that serve", "none", "1: all of its processes are ready.", per_engine("engine_ready")),
+    Panel("Engines that serve", "none", "1: all of its processes are ready.", per_engine("engine_ready", "min")),
     Panel(
         "Replacements",
         "none",
@@ -232,7 +235,10 @@ RECOVERY = (
         ((rate("requests_moved", MODEL, "reason"), "{{reason}}"),),
     ),
     Panel(
-        "Without progress", "s", "Since the engine last ended a step or was idle.", per_engine("seconds_since_progress")
+        "Without progress",
+        "s",
+        "Since the engine last ended a step or was idle.",
+        per_engine("seconds_since_progress", "max"),
     ),
     Panel(
         "Lost streams",

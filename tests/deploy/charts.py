@@ -14,7 +14,7 @@ CHART = REPOSITORY / "deploy" / "helm" / "novainfer"
 SCHEMAS = REPOSITORY.parent / "shared" / "schemas"  # of custom resources, where they are at hand
 VALUE_SETS = {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))}
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
-OWN_KINDS = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
+OWN_KINDS = {"RayCluster", "ServiceMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
 RELEASE, NAMESPACE = "rel", "serving"
 
 Manifest = dict[str, Any]

@@ -289,7 +289,7 @@ def disruption_budgets_find_their_pods(chart: Rendered) -> list[str]:
     return [
         pod.labels["app.kubernetes.io/component"]
         for pod in chart.servers()
-        if not any(matches(b, pod.labels) for b in budgets)
+        if pod.owner["kind"] == "Deployment" and not any(matches(b, pod.labels) for b in budgets)
     ]
 
 

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.deploy
 SCHEMA_FILES = {
     "RayCluster": "raycluster_v1.json",
     "ServiceMonitor": "servicemonitor_v1.json",
-    "PodMonitor": "podmonitor_v1.json",
     "PrometheusRule": "prometheusrule_v1.json",
     "ScaledObject": "scaledobject_v1alpha1.json",
     "HTTPRoute": "httproute_v1.json",
