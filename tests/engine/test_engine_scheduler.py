@@ -340,7 +340,7 @@ def test_given_a_deadline_when_it_passes_then_the_request_ends_with_an_error() -
         ([1], {"temperature": float("nan")}, "temperature"),
         ([1], {"temperature": True}, "temperature"),
         ([1], {"temperature": 1e-9}, "temperature"),
-        ([1], {"top_p": 0.0}, "top_p"),
+        ([1], {"top_p": -0.1}, "top_p"),
         ([1], {"n": 0}, "n"),
         ([1], {"logit_bias": {50: 1.0}}, "logit_bias"),
         ([1], {"logit_bias": {5: float("inf")}}, "logit_bias"),
