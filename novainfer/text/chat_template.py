@@ -23,7 +23,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from novainfer.errors import ConfigError, InvalidRequestError
-from novainfer.text.tokenizer import NAMED_SPECIALS, Tokenizer
+from novainfer.text.added_tokens import NAMED_SPECIALS
+from novainfer.text.tokenizer import Tokenizer
 
 RENDER_SECONDS = 2.0  # of this thread's CPU time: a busy machine is not the template's fault
 MAX_RENDERED_CHARS = 16 * 1024 * 1024

@@ -34,8 +34,8 @@ class Pieces:
     """The rules that turn one token into bytes, and a sequence of them into text.
 
     byte_level: tokens spell bytes; the whole is decoded as UTF-8 with replacement characters.
-    byte_fallback: <0xHH> tokens are bytes; each unbroken run of them is decoded as a whole, or as one
-    replacement character a byte.
+    byte_fallback: <0xHH> tokens are bytes; those in a row spell characters, and a byte of none is a replacement
+    character.
     replacements: (mark, text) replaced in each token.   strip: (char, count) cut from the start of the text.
     drop_in_first: this character vanishes from the first token.   separator: stands between tokens.
     """

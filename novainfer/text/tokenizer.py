@@ -16,7 +16,6 @@ import tokenizers
 from novainfer.checkpoint import read_json
 from novainfer.errors import ConfigError, words_of
 from novainfer.text.added_tokens import CONFIG_FILE, add_tokens
-from novainfer.text.added_tokens import NAMED_SPECIALS as NAMED_SPECIALS
 from novainfer.text.generation_defaults import FILE, GenerationDefaults
 from novainfer.text.pieces import Pieces, parse_decoder
 from novainfer.text.templates import read_templates
