@@ -177,13 +177,13 @@ INLINE RowScale eight_bits(float largest) { return {largest / kMaxInteger8, kMax
 struct RoundedPanel {  // [16] words; each byte is an integer plus 128, since one side of the instruction has no sign
     using T = uint8_t;
     using X = int8_t;
-    static constexpr int kBits = 8, kPack = 4, kMost = kMaxInteger8;
+    static constexpr int kBits = 8, kPack = 4, kMost = kMaxInteger8, kExcess = 128;
 
     static INLINE RowScale scale_of(float largest) { return eight_bits(largest); }
     static INLINE void store_integers(int8_t* to, const Vec& integers) {
         _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(integers.p[0])));
     }
-    static INLINE void put(uint8_t* chunk, int column, int k, int value) { chunk[4 * column + k] = (uint8_t)(value + 128); }
+    static INLINE void put(uint8_t* chunk, int column, int k, int value) { chunk[4 * column + k] = (uint8_t)(value + kExcess); }
 
     struct Sum {
         __m512i p;
@@ -203,18 +203,18 @@ struct RoundedPanel {  // [16] words; each byte is an integer plus 128, since on
         }
     }
 
-    // What takes the 128 out of a sum over integers x that add up to `sum`.
-    static INLINE Sum first_sum(float sum) { return {_mm512_set1_epi32(-128 * (int32_t)sum)}; }
-    static INLINE Vec sum_of(const Sum& acc) { return {_mm512_cvtepi32_ps(acc.p)}; }
+    static INLINE Sum nothing() { return {_mm512_setzero_si512()}; }
+    // excess: kExcess times the sum of the row's integers.
+    static INLINE Vec sum_of(const Sum& acc, int32_t excess) { return {_mm512_cvtepi32_ps(_mm512_sub_epi32(acc.p, _mm512_set1_epi32(excess)))}; }
 };
 #else
 struct RoundedPanel : IntegerPanel<IntegerColumns<8>> {  // fp32 holds every sum of a group exactly
     using Sum = Vec;
-    static constexpr int kMost = kMaxInteger8;
+    static constexpr int kMost = kMaxInteger8, kExcess = 0;
     static INLINE RowScale scale_of(float largest) { return eight_bits(largest); }
     static INLINE void store_integers(float* to, const Vec& integers) { store(to, integers); }
-    static INLINE Vec first_sum(float) { return zero(); }
-    static INLINE Vec sum_of(const Vec& acc) { return acc; }
+    static INLINE Vec nothing() { return zero(); }
+    static INLINE Vec sum_of(const Vec& acc, int32_t) { return acc; }
 };
 #endif
 
@@ -227,7 +227,7 @@ template <int bits>
 struct WidePanel : IntegerColumns<bits> {
     using T = uint8_t;
     using X = int16_t;
-    static constexpr int kPack = IntegerColumns<bits>::kPack, kPairs = kPack / 2, kMost = 32767;
+    static constexpr int kPack = IntegerColumns<bits>::kPack, kPairs = kPack / 2, kMost = 32767, kExcess = 0;
 
     struct Sum {
         __m512i p;
@@ -273,8 +273,8 @@ struct WidePanel : IntegerColumns<bits> {
         }
     }
 
-    static INLINE Sum first_sum(float) { return {_mm512_setzero_si512()}; }
-    static INLINE Vec sum_of(const Sum& acc) { return {_mm512_cvtepi32_ps(acc.p)}; }
+    static INLINE Sum nothing() { return {_mm512_setzero_si512()}; }
+    static INLINE Vec sum_of(const Sum& acc, int32_t) { return {_mm512_cvtepi32_ps(acc.p)}; }
 };
 #endif
 

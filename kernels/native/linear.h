@@ -105,17 +105,27 @@ struct Output {
         UNROLL for (int m = 0; m < M; m++) {
             UNROLL for (int n = 0; n < N; n++) store(sums + (m * N + n) * kLanes, acc[m][n]);
         }
-        if (N == 2 && (panels[0] + 2) * kLanes <= args.n && args.out_dtype == args.dtype) {
-            write_pairs(row, panels[0], sums, M);
+        write_all<N>(row, panels, sums, M);
+    }
+
+    // Sums [num_rows][N][16].
+    template <int N>
+    INLINE void write_all(long row, const long (&panels)[N], const float* sums, long num_rows) const {
+        const bool are_pairs = N == 2 && (panels[0] + 2) * kLanes <= args.n;
+        if (are_pairs && args.out_dtype == args.dtype) {
+            write_pairs((T*)y, row, panels[0], sums, num_rows);
+        } else if (are_pairs && args.out_dtype == kFloat32) {
+            write_pairs((float*)y, row, panels[0], sums, num_rows);
         } else {
-            write_sums(row, panels, sums, M, N);
+            write_sums(row, panels, sums, num_rows, N);
         }
     }
 
-    // Sums [num_rows][2][16] of two whole panels that lie side by side, as T.
-    NOINLINE void write_pairs(long row, long panel, const float* sums, long num_rows) const {
+    // Sums [num_rows][2][16] of two whole panels that lie side by side, as numbers of y's type.
+    template <class Number>
+    NOINLINE void write_pairs(Number* y, long row, long panel, const float* sums, long num_rows) const {
         const long column = panel * kLanes;
-        T* to = (T*)y + (first_row + row) * args.n + column;
+        Number* to = y + (first_row + row) * args.n + column;
         Vec bias[2];
         UNROLL for (int n = 0; n < 2; n++) bias[n] = args.bias == nullptr ? zero() : load(args.bias + column + n * kLanes);
         for (long m = 0; m < num_rows; m++, sums += 2 * kLanes, to += args.n) {

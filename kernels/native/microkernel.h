@@ -158,8 +158,8 @@ struct Ahead {
 };
 
 // The same, and that memory is asked for.
-template <class Format, int M, int N, class Operand, int P, int kCache>
-INLINE void accumulate(Vec (&acc)[M][N], const Operand& x, const typename Format::T* const (&w)[N], long w_stride, long steps,
+template <class Format, class Sum, int M, int N, class Operand, int P, int kCache>
+INLINE void accumulate(Sum (&acc)[M][N], const Operand& x, const typename Format::T* const (&w)[N], long w_stride, long steps,
                        const Ahead<P, kCache>& ahead) {
     for (long k = 0; k < steps; k++) {
         UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(ahead.at[p] + k * ahead.stride, 0, 4 - kCache);

@@ -55,10 +55,10 @@ struct Records {
     }
 };
 
-// What a group's sums of a row of the tile begin with, and what they come to: as they are, or of rounded rows.
+// What a group's sums of a row of the tile come to: as they are, or of rounded rows.
 struct PlainRows {
     using Sum = Vec;
-    INLINE Vec first_sum(long, long) const { return zero(); }
+    static INLINE Vec nothing() { return zero(); }
     INLINE Vec sum_of(const Vec& acc, long, long) const { return acc; }
 };
 template <class Panel>
@@ -67,14 +67,15 @@ struct ScaledRows {
     const RoundedRows<Panel>& rows;
     long first;  // row of the tile
 
-    INLINE Sum first_sum(long row, long group) const { return Panel::first_sum(rows.sum(first + row, group)); }
+    static INLINE Sum nothing() { return Panel::nothing(); }
     INLINE Vec sum_of(const Sum& acc, long row, long group) const {
-        return Panel::sum_of(acc) * splat(rows.scale(first + row, group));
+        return Panel::sum_of(acc, rows.excess(first + row, group)) * splat(rows.scale(first + row, group));
     }
 };
 
 template <class T, class Format, class RowsRule>
 struct QuantizedTile {
+    static constexpr bool kAsksForNext = kWidth == 16 && sizeof(typename Format::X) == 1;
     static constexpr int kStreamPanels = kGroupPanels;  // of which one stream could not keep the multipliers busy
     // Integers that are widened first, and above all into half registers, leave the processor less room to look ahead.
     template <int M>
@@ -89,6 +90,12 @@ struct QuantizedTile {
 
     template <int M, int N>
     INLINE void block(long row, long panel) const {
+        multiply<M, N>(row, panel, kWanted<M>);
+    }
+
+    // wanted: Prefetch or Ahead.
+    template <int M, int N, class Wanted>
+    INLINE void multiply(long row, long panel, Wanted wanted) const {
         const long step = records.step_bytes(panel), record = records.record_bytes(panel);
         auto from = operands.template block<M>(row);
         const uint8_t *w[N], *scales[N];
@@ -102,10 +109,10 @@ struct QuantizedTile {
         for (long group = 0; group < records.groups; group++) {
             typename RowsRule::Sum acc[M][N];
             UNROLL for (int m = 0; m < M; m++) {
-                const auto first = rule.first_sum(row + m, group);
-                UNROLL for (int n = 0; n < N; n++) acc[m][n] = first;
+                UNROLL for (int n = 0; n < N; n++) acc[m][n] = RowsRule::nothing();
             }
-            accumulate<Format>(acc, from, w, step, records.steps(group), kWanted<M>);
+            accumulate<Format>(acc, from, w, step, records.steps(group), wanted);
+            go_on(wanted, records.steps(group));
             UNROLL for (int n = 0; n < N; n++) {
                 const Vec scale = half_scales ? load((const Fp16*)scales[n]) : load((const Bf16*)scales[n]);
                 UNROLL for (int m = 0; m < M; m++) {
@@ -118,7 +125,7 @@ struct QuantizedTile {
             from = from.from(records.group);
             asm volatile("" ::"r"(totals) : "memory");  // totals stay there: the registers are for the loop over a group's steps
         }
-        output.write_sums(row, panels, totals, M, N);
+        output.template write_all<N>(row, panels, totals, M);
     }
 
     INLINE long place(long panel, int n) const {
@@ -137,6 +144,25 @@ struct QuantizedTile {
         }
         for (; panel < end; panel += kGroupPanels) sweep_rows(*this, panel, smaller(end, panel + kGroupPanels));
     }
+
+    // A block of rows or more over the panels of a record, block after block, each of which asks for its part of the record of panel
+    // `next`; -1: of none. The last block begins early enough to be whole, as in linear.h.
+    void run_many(long panel, long next) const {
+        const long rows = operands.rows, blocks = ceil_div(rows, kBlockRows), steps = ceil_div(records.k, Format::kPack);
+        const long bytes = next < 0 || steps == 0 ? 0 : ceil_div(records.groups * records.record_bytes(next), blocks * steps);  // for a step
+        Ahead<1, 2> ahead{{(const char*)packed + records.scales_at(next < 0 ? panel : next)}, bytes};
+        for (long row = 0; row < rows; row += kBlockRows, ahead.at[0] += steps * bytes) {
+            const long first = smaller(row, rows - kBlockRows);
+            records.width(panel) == kRecordPanels ? multiply<kBlockRows, kRecordPanels>(first, panel, ahead) : multiply<kBlockRows, 1>(first, panel, ahead);
+        }
+    }
+
+  private:
+    static void go_on(const Prefetch&, long) {}
+    template <int P, int kCache>
+    static INLINE void go_on(Ahead<P, kCache>& ahead, long steps) {
+        UNROLL for (int p = 0; p < P; p++) ahead.at[p] += steps * ahead.stride;
+    }
 };
 
 // Shares the panels of one tile of rows among the threads.
@@ -144,6 +170,16 @@ template <class Tile>
 void run_tile(const Tile& tile, const LinearArguments& layer, long threads) {
     const long panels = tile.records.panels;
     const double work = (double)tile.operands.rows * layer.n * layer.k;
+    if constexpr (Tile::kAsksForNext) {
+        if (tile.operands.rows >= kStreamRows) {
+            return parallel_shares(ceil_div(panels, kRecordPanels), work, threads, [&](Shares& shares) {
+                for (long i; (i = shares.take()) >= 0;) {
+                    const long after = shares.after(i);
+                    tile.run_many(i * kRecordPanels, after < 0 ? -1 : after * kRecordPanels);
+                }
+            });
+        }
+    }
     parallel_ranges(ceil_div(panels, kGroupPanels), 1, work, threads, [&](long begin, long end) {
         tile.run(begin * kGroupPanels, smaller(panels, end * kGroupPanels));
     });
@@ -179,7 +215,8 @@ void vector_rounded(const QuantizedArguments& args, const RoundedRows<Panel>& ro
     using X = typename Panel::X;
     const LinearArguments& layer = args.layer;
     const Records<Panel> records(args);
-    for_each_tile<X>(rows.integers, rows.width, m, rows.width, Panel::kPack, threads, [&](const Operands<X>& operands) {
+    constexpr long kMany = sizeof(X) == 1 ? kStreamRows : kManyRows<X>;
+    for_each_tile<X, kMany>(rows.integers, rows.width, m, rows.width, Panel::kPack, threads, [&](const Operands<X>& operands) {
         using Tile = QuantizedTile<T, Panel, ScaledRows<Panel>>;
         const Output<T> output{layer, y, operands.first};
         const ScaledRows<Panel> rule{rows, operands.first};

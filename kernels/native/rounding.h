@@ -14,11 +14,12 @@ template <class Panel>
 struct RoundedRows {
     using X = typename Panel::X;
     X* integers;            // [m, width]
-    float *scales, *sums;   // [m, groups]; sums: of a group's integers
+    float* scales;          // [m, groups]
+    int32_t* excesses;      // [m, groups]: Panel::kExcess times the sum of a group's integers
     long width, groups;     // width: the columns, padded with zeros to a multiple of 16
 
     INLINE float scale(long row, long group) const { return scales[row * groups + group]; }
-    INLINE float sum(long row, long group) const { return sums[row * groups + group]; }
+    INLINE int32_t excess(long row, long group) const { return excesses[row * groups + group]; }
 
     // Columns [start, start + count) of a row, one group; x lies at the first of them.
     template <class T>
@@ -39,22 +40,30 @@ struct RoundedRows {
             sum = sum + integer;
         }
         scales[row * groups + group] = scale.step + sum_lanes(not_finite);
-        sums[row * groups + group] = sum_lanes(sum);
+        excesses[row * groups + group] = Panel::kExcess * (int32_t)sum_lanes(sum);
+    }
+
+    // x [k], in groups of so many.
+    template <class T>
+    void round_row(const T* x, long k, long group, long row) const {
+        for (long i = 0; i < groups; i++) round_group(x + i * group, smaller(group, k - i * group), row, i, i * group);
     }
 };
 
-// x [m, k], rows x_stride elements apart; a group is a multiple of 16 columns. The result lies in `scratch`.
-template <class Panel, class T>
-RoundedRows<Panel> round_rows(const T* x, long x_stride, long m, long k, long group, Scratch& scratch, long threads) {
+// Room for m rows of k columns in `scratch`; a group is a multiple of 16 columns.
+template <class Panel>
+RoundedRows<Panel> rows_in(Scratch& scratch, long m, long k, long group) {
     const long width = round_up(k, kLanes), groups = ceil_div(k, group);
     float* numbers = scratch.get<float>(2 * m * groups + m * width);
-    const RoundedRows<Panel> rows{(typename Panel::X*)(numbers + 2 * m * groups), numbers, numbers + m * groups, width, groups};
+    return {(typename Panel::X*)(numbers + 2 * m * groups), numbers, (int32_t*)(numbers + m * groups), width, groups};
+}
+
+// x [m, k], rows x_stride elements apart. The result lies in `scratch`.
+template <class Panel, class T>
+RoundedRows<Panel> round_rows(const T* x, long x_stride, long m, long k, long group, Scratch& scratch, long threads) {
+    const RoundedRows<Panel> rows = rows_in<Panel>(scratch, m, k, group);
     parallel_ranges(m, 4, kElementWork * m * k, threads, [&](long begin, long end) {
-        for (long row = begin; row < end; row++) {
-            for (long i = 0; i < groups; i++) {
-                rows.round_group(x + row * x_stride + i * group, smaller(group, k - i * group), row, i, i * group);
-            }
-        }
+        for (long row = begin; row < end; row++) rows.round_row(x + row * x_stride, k, group, row);
     });
     return rows;
 }

@@ -1,8 +1,8 @@
 // The next token of each row without most of its logits.
 //
-// A second copy of a vocabulary projection's weights, rounded to eight bits, says of every logit between which two numbers it lies: the
-// difference of both weights' products with a row is no larger than the product of its norm with the norm of what rounding took away
-// (Cauchy, Schwarz). Logits that cannot be the largest, or cannot with their noise, are never computed; the others are, by the layer
+// A second copy of a vocabulary projection's weights, rounded to eight bits as the rows are, says of every logit between which two numbers
+// it lies: the difference of both weights' products with a row is no larger than the product of its norm with the norm of what rounding
+// took away (Cauchy, Schwarz), and so on for what it took away from the row. Logits that cannot be the largest, or cannot with their noise, are never computed; the others are, by the layer
 // itself, and choose the token. Of rows with top-k those are left out that cannot be among the k. So it is the token that all logits would have chosen, from half of the bytes that sixteen bits take.
 #pragma once
 
@@ -12,8 +12,9 @@
 // Mirrored by `kernels.linear.screened.ScreenArguments`.
 struct ScreenArguments {
     LinearArguments layer;     // to kRounded, without a bias; n is a multiple of 64
-    QuantizedArguments rough;  // its weights in eight bits, to float32
-    const float* reach;        // [n]: times a row's norm, how far apart a logit and its rough one can be
+    QuantizedArguments rough;  // its weights in eight bits, for rows in eight bits, to float32
+    const float *reach, *size; // [n]: how far apart a logit and its rough one can be is the first times a row's norm and the second times
+                               // the norm of what its rounding took away
     double largest;            // above the norm of every output's weights
     int64_t most_pairs;        // of panels; if more are wanted, all logits might as well be computed
 };
@@ -22,23 +23,32 @@ namespace {
 
 constexpr long kPairColumns = 2 * kLanes;
 constexpr long kSearched = 256 * kPairColumns;  // ids that one call of a thread looks at
+// Of a row's norm, that its integers may lose: twice of what they do where all numbers are of one kind. One that has a few far above the
+// rest of their groups gets a second row of integers, for what the first ones lack; and so do few rows, which take no longer with it.
+constexpr double kMostOfNorm = 0x1p-6;
+constexpr long kFewWanting = 3;  // computed one by one in less time than all together
 constexpr double kLeastNorm = 1e-12, kMostLogit = 1e30, kMostHalfLogit = 6e4;  // beyond these, numbers get lost or become infinite
 
 // The bounds of a row's logits.
 template <class T>
 struct Bounds {
-    const float *rough, *reach;
-    Vec norm;
+    const float *rough, *reach, *size;
+    Vec norm, lost;
 
-    INLINE Vec highest(long id) const { return rounded(fma(norm, load(reach + id), load(rough + id)), (const T*)nullptr); }
-    INLINE Vec lowest(long id) const { return rounded(load(rough + id) - norm * load(reach + id), (const T*)nullptr); }
+    INLINE Vec highest(long id) const { return rounded(load(rough + id) + distance(id), (const T*)nullptr); }
+    INLINE Vec lowest(long id) const { return rounded(load(rough + id) - distance(id), (const T*)nullptr); }
+
+  private:
+    INLINE Vec distance(long id) const { return fma(norm, load(reach + id), lost * load(size + id)); }
 };
 
-// Pairs of panels that are wanted, by threads that may want the same one.
+// Pairs of panels that rows want, by threads that may want the same one.
 struct WantedPairs {
-    uint8_t* is_wanted;
+    uint64_t* rows;  // [pairs]: a bit for each row; of more than there are bits, the same one for several
 
-    INLINE void add(long id) const { __atomic_store_n(is_wanted + id / kPairColumns, 1, __ATOMIC_RELAXED); }
+    INLINE void add(long pair, long row) const { __atomic_fetch_or(rows + pair, bit_of(row), __ATOMIC_RELAXED); }
+    INLINE bool has(long pair, long row) const { return rows[pair] & bit_of(row); }
+    static INLINE uint64_t bit_of(long row) { return 1ull << row % 64; }
 };
 
 template <class T>
@@ -46,37 +56,35 @@ struct Screen {
     const ScreenArguments& args;
     const SampleArguments& rows;
     const float* rough;  // [rows, n]
-    const float* norms;  // [rows]
+    const float* norms;  // [2][rows]: theirs, and of what their rounding took away
     WantedPairs wanted;
     long n = args.layer.n;
 
-    Bounds<T> bounds(long row) const { return {rough + row * n, args.reach, splat(norms[row])}; }
+    Bounds<T> bounds(long row) const { return {rough + row * n, args.reach, args.size, splat(norms[row]), splat(norms[rows.rows + row])}; }
     bool is_greedy(long row) const { return rows.temperature[row] == 0.0f; }
     bool has_top_k(long row) const { return rows.top_k[row] > 0 && rows.top_k[row] < n; }
 
-    // Pairs with ids that could be the largest of a greedy row. lowest: [rows][number of stretches] memory.
-    void want_largest(float* lowest, long threads) const {
-        const long stretches = ceil_div(n, kSearched);
-        const double work = kElementWork * rows.rows * n;
-        const auto for_stretches = [&](const auto& body) {
-            parallel_for(stretches, work, threads, [&](long i) {
-                for (long row = 0; row < rows.rows; row++) {
-                    if (is_greedy(row)) body(bounds(row), i, smaller(n, (i + 1) * kSearched), lowest + row * stretches);
+    // Pairs with ids that could be the largest of a greedy row. lowest: [rows][number of stretches] memory, highest: [rows][pairs].
+    void want_largest(float* lowest, float* highest, long threads) const {
+        const long stretches = ceil_div(n, kSearched), num_pairs = n / kPairColumns;
+        parallel_for(stretches, kElementWork * rows.rows * n, threads, [&](long i) {
+            for (long row = 0; row < rows.rows; row++) {
+                if (!is_greedy(row)) continue;
+                const Bounds<T> bound = bounds(row);
+                Vec top = splat(-kInfinity);
+                for (long id = i * kSearched; id < smaller(n, (i + 1) * kSearched); id += kPairColumns) {
+                    top = max(max(bound.lowest(id), bound.lowest(id + kLanes)), top);
+                    highest[row * num_pairs + id / kPairColumns] = max_lanes(max(bound.highest(id), bound.highest(id + kLanes)));
                 }
-            });
-        };
-        for_stretches([](const Bounds<T>& bound, long i, long stop, float* found) {
-            Vec top = splat(-kInfinity);
-            for (long id = i * kSearched; id < stop; id += kLanes) top = max(bound.lowest(id), top);
-            found[i] = max_lanes(top);
+                lowest[row * stretches + i] = max_lanes(top);
+            }
         });
-        for (long row = 0; row < rows.rows; row++) {
-            float* found = lowest + row * stretches;
-            for (long i = 1; i < stretches; i++) found[0] = larger_of(found[0], found[i]);
-        }
-        for_stretches([&](const Bounds<T>& bound, long i, long stop, const float* found) {
-            for (long id = i * kSearched; id < stop; id += kPairColumns) {
-                if (max_lanes(max(bound.highest(id), bound.highest(id + kLanes))) >= found[0]) wanted.add(id);
+        parallel_for(rows.rows, kElementWork * rows.rows * num_pairs, threads, [&](long row) {
+            if (!is_greedy(row)) return;
+            float least = -kInfinity;
+            for (long i = 0; i < stretches; i++) least = larger_of(least, lowest[row * stretches + i]);
+            for (long pair = 0; pair < num_pairs; pair++) {
+                if (highest[row * num_pairs + pair] >= least) wanted.add(pair, row);
             }
         });
     }
@@ -113,7 +121,7 @@ struct Screen {
             }
         }
         for (long i = 0; i < count; i++) {
-            if (candidates[i].x >= best) wanted.add(candidates[i].id);
+            if (candidates[i].x >= best) wanted.add(candidates[i].id / kPairColumns, row);
         }
     }
 
@@ -131,7 +139,18 @@ struct Screen {
         Candidate* last = best + rows.top_k[row] - 1;
         std::nth_element(best, last, best + num_pairs);
         for (long id = 0; id < n; id += kPairColumns) {
-            if (scaled(max_lanes(max(bound.highest(id), bound.highest(id + kLanes))), row) >= last->x) wanted.add(id);
+            if (scaled(max_lanes(max(bound.highest(id), bound.highest(id + kLanes))), row) >= last->x) {
+                wanted.add(id / kPairColumns, row);
+            }
+        }
+    }
+
+    // Logits [rows][32] of a pair: of those rows that want it, if these are few.
+    void compute(long pair, const T* x, long x_stride, float* logits) const {
+        const uint64_t wanting = wanted.rows[pair];
+        if (__builtin_popcountll(wanting) > kFewWanting) return linear_pair(args.layer, pair, x, x_stride, logits, rows.rows);
+        for (long row = 0; row < rows.rows; row++) {
+            if (wanted.has(pair, row)) linear_pair(args.layer, pair, x + row * x_stride, x_stride, logits + row * kPairColumns, 1);
         }
     }
 
@@ -141,6 +160,7 @@ struct Screen {
         float best = -kInfinity;
         long best_id = 0;
         for (long i = 0; i < count; i++) {
+            if (!wanted.has(pairs[i], row)) continue;
             const long first = pairs[i] * kPairColumns;
             float values[kPairColumns];
             memcpy(values, logits + (i * rows.rows + row) * kPairColumns, sizeof values);
@@ -159,6 +179,7 @@ struct Screen {
         float* all = scratch.get<float>(n);
         for (long id = 0; id < n; id += kLanes) store(all + id, splat(-kInfinity));
         for (long i = 0; i < count; i++) {
+            if (!wanted.has(pairs[i], row)) continue;
             memcpy(all + pairs[i] * kPairColumns, logits + (i * rows.rows + row) * kPairColumns, kPairColumns * sizeof(float));
         }
         SampleArguments one = rows;
@@ -215,11 +236,64 @@ bool may_screen(const ScreenArguments& args, const SampleArguments& rows, long r
     return rows.top_p[row] >= 1.0f && rows.min_p[row] <= 0.0f;  // these weigh an id against all others
 }
 
+// Rows in eight bits, and behind them second ones of some.
+template <class T>
+struct RoughRows {
+    using Integers = RoundedRows<RoundedPanel>;
+    const ScreenArguments& args;
+    const T* x;
+    long x_stride, m;
+    float* lost;     // [m]: above the norm of what is in no integer
+    int32_t* second; // [m]: which row has what the first integers lack, or 0
+    long k = args.layer.k, group = args.rough.group;
+
+    // Returns how many there are, of both kinds.
+    long round(Scratch& integer_memory, Integers& integers) const {
+        static thread_local Scratch rest_memory;
+        float* rest = rest_memory.get<float>(round_up(k, kLanes));
+        integers = rows_in<RoundedPanel>(integer_memory, 2 * m, k, group);
+        long count = m;
+        for (long row = 0; row < m; row++) {
+            const T* from = x + row * x_stride;
+            integers.round_row(from, k, group, row);
+            double norm = norm_of_rest(integers, row, from, rest);
+            second[row] = 4 * m <= kBlockRows || norm > kMostOfNorm * norm_of(from, k) ? count++ : 0;
+            if (second[row]) {
+                integers.round_row(rest, k, group, second[row]);
+                norm = norm_of_rest(integers, second[row], rest, rest);
+            }
+            lost[row] = (float)(norm * 1.001);
+        }
+        return count;
+    }
+
+    // The products of second rows are added to those of the first; rough [count, n].
+    void join(float* rough, long n, long threads) const {
+        parallel_for(m, kElementWork * m * n, threads, [&](long row) {
+            float *to = rough + row * n, *more = rough + second[row] * n;
+            for (long id = 0; id < n && second[row]; id += kLanes) store(to + id, load(to + id) + load(more + id));
+        });
+    }
+
+  private:
+    // rest: what from's integers, in that row, lack.
+    template <class From>
+    double norm_of_rest(const Integers& integers, long row, const From* from, float* rest) const {
+        for (long at = 0; at < k; at += kLanes) {
+            alignas(64) float values[kLanes];
+            for (long i = 0; i < kLanes; i++) values[i] = (float)integers.integers[row * integers.width + at + i];
+            const Vec step = splat(integers.scale(row, at / group));
+            store(rest + at, load_some(from + at, k - at) - step * load(values));
+        }
+        return norm_of(rest, k);
+    }
+};
+
 // The pairs that are wanted, in order; how many, or -1 if they are more than so many.
 long take_wanted(const WantedPairs& wanted, long num_pairs, long most, int32_t* pairs) {
     long count = 0;
     for (long pair = 0; pair < num_pairs; pair++) {
-        if (!wanted.is_wanted[pair]) continue;
+        if (wanted.rows[pair] == 0) continue;
         if (count == most) return -1;
         pairs[count++] = (int32_t)pair;
     }
@@ -232,20 +306,24 @@ constexpr int64_t kNeedsAll = 0, kIsDone = 1, kInVain = 2;  // what becomes of r
 // that was not possible.
 template <class T>
 int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T* x, long x_stride, long threads) {
-    static thread_local Scratch rough_memory, small_memory, wanted_memory, pair_memory, logit_memory;
+    static thread_local Scratch integer_memory, rough_memory, small_memory, second_memory, highest_memory, wanted_memory, pair_memory, logit_memory;
     const long n = args.layer.n, m = rows.rows, num_pairs = n / kPairColumns;
-    float* norms = small_memory.get<float>(m * (1 + ceil_div(n, kSearched)));
+    float* norms = small_memory.get<float>(m * (2 + ceil_div(n, kSearched)));
     for (long row = 0; row < m; row++) {
         const double norm = norm_of(x + row * x_stride, args.layer.k);
         if (!may_screen<T>(args, rows, row, norm)) return kNeedsAll;
         norms[row] = (float)(norm * 1.001);  // its own error, and this product's
     }
-    float* rough = rough_memory.get<float>(m * n);
-    quantized_linear(args.rough, x, x_stride, rough, m, threads);
-    uint8_t* flags = wanted_memory.get<uint8_t>(num_pairs);
-    memset(flags, 0, num_pairs);
-    const Screen<T> screen{args, rows, rough, norms, {flags}};
-    screen.want_largest(norms + m, threads);
+    const RoughRows<T> rough_rows{args, x, x_stride, m, norms + m, second_memory.get<int32_t>(m)};
+    RoundedRows<RoundedPanel> integers;
+    const long num_integers = rough_rows.round(integer_memory, integers);
+    float* rough = rough_memory.get<float>(num_integers * n);
+    rounded_linear<T>(args.rough, integers, rough, num_integers, threads);
+    if (num_integers > m) rough_rows.join(rough, n, threads);
+    uint64_t* wanting = wanted_memory.get<uint64_t>(num_pairs);
+    memset(wanting, 0, num_pairs * sizeof(uint64_t));
+    const Screen<T> screen{args, rows, rough, norms, {wanting}};
+    screen.want_largest(norms + 2 * m, highest_memory.get<float>(m * num_pairs), threads);
     parallel_for(m, kElementWork * m * n, threads, [&](long row) {
         if (screen.is_greedy(row)) return;
         screen.has_top_k(row) ? screen.want_top(row) : screen.want_winners(row);
@@ -255,7 +333,7 @@ int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T
     if (count < 0) return kInVain;
     float* logits = logit_memory.get<float>(count * m * kPairColumns);
     parallel_for(count, (double)count * m * kPairColumns * args.layer.k, threads, [&](long i) {
-        linear_pair(args.layer, pairs[i], x, x_stride, logits + i * m * kPairColumns, m);
+        screen.compute(pairs[i], x, x_stride, logits + i * m * kPairColumns);
     });
     parallel_for(m, kElementWork * m * count * kPairColumns, threads, [&](long row) {
         rows.out[row] = screen.winner(row, logits, pairs, count);

@@ -95,9 +95,8 @@ struct RoundedSums {
     long first;  // row of the layer
 
     INLINE Vec value(const void* sums, long row, long group) const {
-        const auto start = RoundedPanel::first_sum(rows.sum(first + row, group));
-        const RoundedPanel::Sum sum{_mm512_add_epi32(_mm512_loadu_si512(sums), start.p)};
-        return RoundedPanel::sum_of(sum) * splat(rows.scale(first + row, group));
+        const RoundedPanel::Sum sum{_mm512_loadu_si512(sums)};
+        return RoundedPanel::sum_of(sum, rows.excess(first + row, group)) * splat(rows.scale(first + row, group));
     }
 };
 
@@ -244,13 +243,19 @@ INLINE bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<Roun
 
 #endif
 
+// The same of rows that are integers already, m of them.
+template <class T>
+void rounded_linear(const QuantizedArguments& args, const RoundedRows<RoundedPanel>& rows, void* y, long m, long threads) {
+    if (!tiled_rounded(args, rows, (const T*)nullptr, y, m, threads)) vector_rounded<T>(args, rows, y, m, threads);
+}
+
 // y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
 template <class T>
 void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride, void* y, long m, long threads) {
     if (args.row_bits == 8) {
         static thread_local Scratch scratch;
         const auto rows = round_rows<RoundedPanel>(x, x_stride, m, args.layer.k, args.group, scratch, threads);
-        if (!tiled_rounded(args, rows, x, y, m, threads)) vector_rounded<T>(args, rows, y, m, threads);
+        rounded_linear<T>(args, rows, y, m, threads);
     } else if (wide_quantized(args, x, x_stride, y, m, threads)) {
         return;
     } else if (!tiled_quantized(args, x, x_stride, y, m, threads)) {

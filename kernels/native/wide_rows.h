@@ -67,10 +67,10 @@ struct WideRows {
     RoundedRows<Panel> all(const long* second, long count, Scratch& scratch) const {
         const long total = m + count, numbers = total * first.groups;
         float* memory = scratch.get<float>(2 * numbers + total * first.width);
-        const RoundedRows<Panel> rows{(int16_t*)(memory + 2 * numbers), memory, memory + numbers, first.width, first.groups};
+        const RoundedRows<Panel> rows{(int16_t*)(memory + 2 * numbers), memory, (int32_t*)(memory + numbers), first.width, first.groups};
         memcpy(rows.integers, first.integers, m * first.width * sizeof(int16_t));
         memcpy(rows.scales, first.scales, m * first.groups * sizeof(float));
-        memset(rows.sums, 0, numbers * sizeof(float));
+        memset(rows.excesses, 0, numbers * sizeof(int32_t));
         for (long row = 0; row < m; row++) {
             for (long i = 0; i < first.groups && second[row]; i++) round_again(rows, row, second[row], i);
         }

@@ -12,6 +12,7 @@ from kernels.backend import SamplingTensors
 from kernels.cpu_backend import CpuBackend
 from kernels.linear import screened
 from kernels.linear.cpu import PackedLinear
+from kernels.linear.reference import widened_rows
 from kernels.linear.screened import ScreenedLinear
 from kernels.native.library import load_library
 from tests.kernels.builders import sampling_tensors
@@ -157,14 +158,30 @@ def test_logits_when_compared_with_rough_ones_then_no_further_away_than_was_said
         x = (torch.randn(9, 1056) * torch.tensor([1.0] * 8 + [1e-3])[:, None]).to(dtype)
         x[4:, ::97] *= 100
         lost = weight.double() - head.rough(torch.eye(1056, dtype=dtype), torch.float32).double().T
-        worst = lost[::50]  # rows that meet most of what rounding took away from an output
-        x = torch.cat([x, (worst / worst.abs().amax(1, keepdim=True)).to(dtype)])
-        reach = x.double().norm(dim=1, keepdim=True) * head.reach.double()
+        # Rows that meet most of what rounding took away from an output, and that eight bits hold as they are.
+        worst = (127 / 128 * lost[::50] / lost[::50].abs().amax(1, keepdim=True) * 128).round()
+        worst[:, ::128] = 127
+        x = torch.cat([x, (worst / 128).to(dtype)])
+        lost_of_rows = (x.double() - widened_rows(x, screened.ROUGH.group).double()).norm(dim=1, keepdim=True)
+        assert float(lost_of_rows[9:].max()) == 0.0
+        reach = x.double().norm(dim=1, keepdim=True) * head.reach.double() + lost_of_rows * head.size.double()
         logits = head(x, torch.float32).double()
         error = (head.rough(x, torch.float32).double() - logits).abs() / reach
         assert float(error.max()) <= 1.0
         assert float(error[9:].amax(1).min()) > 0.7  # so near are these rows
         assert float((reach[:9] / logits[:9].abs().amax(1, keepdim=True)).mean()) < 0.1  # or nothing would be spared
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_whose_small_numbers_decide_beside_large_ones_when_picked_then_few_logits_suffice(isa: str) -> None:
+    backend, library = CpuBackend(isa), load_library(isa)
+    torch.manual_seed(11)
+    weight = torch.randn(6400, 512)
+    weight[:, ::128] = 0.0
+    for num_rows in (1, 2, 3, 20):
+        x = torch.randn(num_rows, 512) + 0.5 * weight[torch.randint(6400, (num_rows,))]
+        x[:, ::128] = 80.0  # so that eight bits lose a fifth of the others
+        assert_picks(backend, ScreenedLinear(library, weight.bfloat16()), x.bfloat16(), params(num_rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
