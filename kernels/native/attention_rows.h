@@ -338,7 +338,7 @@ struct TaskRows {
 
     template <int R>
     INLINE void add_values(const Chunk<Stored>& chunk, const X* probs, long low, long high, long row, Totals& part) const {
-        constexpr int N = panels_for(R);
+        constexpr int N = kWidth == 16 && R <= 2 ? 8 : panels_for(R);  // all of a step, which lies in memory as one stream
         if (low >= high) return;
         long d = 0;
         for (; d + N * kLanes <= args.padded_dim; d += N * kLanes) add_columns<R, N>(chunk, probs, low, high, row, d, part);

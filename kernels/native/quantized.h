@@ -73,7 +73,8 @@ struct ScaledRows {
     }
 };
 
-template <class T, class Format, class RowsRule>
+// Out: Output, or something else that has its `write_all`.
+template <class Out, class Format, class RowsRule>
 struct QuantizedTile {
     static constexpr bool kAsksForNext = kWidth == 16 && sizeof(typename Format::X) == 1;
     static constexpr int kStreamPanels = kGroupPanels;  // of which one stream could not keep the multipliers busy
@@ -83,7 +84,7 @@ struct QuantizedTile {
     const Records<Format>& records;
     const uint8_t* packed;
     const Operands<typename Format::X>& operands;
-    Output<T> output;
+    Out output;
     bool half_scales;
     RowsRule rule;
     long far = kRecordPanels;  // of four panels, how far the last two are from the first two
@@ -165,20 +166,25 @@ struct QuantizedTile {
     }
 };
 
-// Shares the panels of one tile of rows among the threads.
+// Shares the panels of one tile of many rows among the threads.
+template <class Tile>
+void run_many(const Tile& tile, const LinearArguments& layer, long threads) {
+    const double work = (double)tile.operands.rows * layer.n * layer.k;
+    parallel_shares(ceil_div(tile.records.panels, kRecordPanels), work, threads, [&](Shares& shares) {
+        for (long i; (i = shares.take()) >= 0;) {
+            const long after = shares.after(i);
+            tile.run_many(i * kRecordPanels, after < 0 ? -1 : after * kRecordPanels);
+        }
+    });
+}
+
+// The same of any number of rows.
 template <class Tile>
 void run_tile(const Tile& tile, const LinearArguments& layer, long threads) {
     const long panels = tile.records.panels;
     const double work = (double)tile.operands.rows * layer.n * layer.k;
     if constexpr (Tile::kAsksForNext) {
-        if (tile.operands.rows >= kStreamRows) {
-            return parallel_shares(ceil_div(panels, kRecordPanels), work, threads, [&](Shares& shares) {
-                for (long i; (i = shares.take()) >= 0;) {
-                    const long after = shares.after(i);
-                    tile.run_many(i * kRecordPanels, after < 0 ? -1 : after * kRecordPanels);
-                }
-            });
-        }
+        if (tile.operands.rows >= kStreamRows) return run_many(tile, layer, threads);
     }
     parallel_ranges(ceil_div(panels, kGroupPanels), 1, work, threads, [&](long begin, long end) {
         tile.run(begin * kGroupPanels, smaller(panels, end * kGroupPanels));
@@ -191,7 +197,7 @@ void vector_quantized(const QuantizedArguments& args, const T* x, long x_stride,
     const LinearArguments& layer = args.layer;
     const Records<Format> records(args);
     for_each_tile<X>(x, x_stride, m, layer.k, Format::kPack, threads, [&](const Operands<X>& operands) {
-        using Tile = QuantizedTile<T, Format, PlainRows>;
+        using Tile = QuantizedTile<Output<T>, Format, PlainRows>;
         const Output<T> output{layer, y, operands.first};
         run_tile(Tile{records, (const uint8_t*)layer.packed, operands, output, args.half_scales != 0, {}}, layer, threads);
     });
@@ -209,19 +215,27 @@ void vector_quantized(const QuantizedArguments& args, const T* x, long x_stride,
     }
 }
 
-// The same of rows that are integers.
-template <class T, class Panel>
-void vector_rounded(const QuantizedArguments& args, const RoundedRows<Panel>& rows, void* y, long m, long threads) {
+// Calls body(tile) for tiles of rows that are integers; output_at(first) is what the rows from `first` on go to.
+template <class Panel, class OutputAt, class Body>
+void for_rounded_tiles(const QuantizedArguments& args, const RoundedRows<Panel>& rows, long m, long threads, const OutputAt& output_at,
+                       const Body& body) {
     using X = typename Panel::X;
     const LinearArguments& layer = args.layer;
     const Records<Panel> records(args);
     constexpr long kMany = sizeof(X) == 1 ? kStreamRows : kManyRows<X>;
     for_each_tile<X, kMany>(rows.integers, rows.width, m, rows.width, Panel::kPack, threads, [&](const Operands<X>& operands) {
-        using Tile = QuantizedTile<T, Panel, ScaledRows<Panel>>;
-        const Output<T> output{layer, y, operands.first};
+        const auto output = output_at(operands.first);
+        using Tile = QuantizedTile<std::remove_const_t<decltype(output)>, Panel, ScaledRows<Panel>>;
         const ScaledRows<Panel> rule{rows, operands.first};
-        run_tile(Tile{records, (const uint8_t*)layer.packed, operands, output, args.half_scales != 0, rule}, layer, threads);
+        body(Tile{records, (const uint8_t*)layer.packed, operands, output, args.half_scales != 0, rule});
     });
+}
+
+// The same as `vector_quantized` of rows that are integers.
+template <class T, class Panel>
+void vector_rounded(const QuantizedArguments& args, const RoundedRows<Panel>& rows, void* y, long m, long threads) {
+    const auto output_at = [&](long first) { return Output<T>{args.layer, y, first}; };
+    for_rounded_tiles(args, rows, m, threads, output_at, [&](const auto& tile) { run_tile(tile, args.layer, threads); });
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ struct ScreenArguments {
 namespace {
 
 constexpr long kPairColumns = 2 * kLanes;
-constexpr long kSearched = 256 * kPairColumns;  // ids that one call of a thread looks at
+constexpr long kSearched = 256;  // pairs that one call of a thread looks at
 // Of a row's norm, that its integers may lose: twice of what they do where all numbers are of one kind. One that has a few far above the
 // rest of their groups gets a second row of integers, for what the first ones lack; and so do few rows, which take no longer with it.
 constexpr double kMostOfNorm = 0x1p-6;
@@ -51,12 +51,41 @@ struct WantedPairs {
     static INLINE uint64_t bit_of(long row) { return 1ull << row % 64; }
 };
 
+// What the bounds of each row's logits come to: all that a greedy row has to know.
+struct TopBounds {
+    const ScreenArguments& args;
+    const float* norms;  // [2][rows]: theirs, and of what their rounding took away
+    float* highest;      // [rows][pairs]: above all logits of a pair
+    Vec* lowest;         // [threads][rows]: of what a thread has met, lane by lane, below the largest
+    long num_rows, first_row = 0;
+
+    // As Output, from which it takes the place: rough logits of rows [row, row + count) over the panels of a pair.
+    template <int N>
+    INLINE void write_all(long row, const long (&panels)[N], const float* rough, long count) const {
+        if (N != 2) abort();  // the layer has whole pairs
+        note(first_row + row, panels[0] / 2, rough, count);
+    }
+
+    // rough: [count][32].
+    NOINLINE void note(long row, long pair, const float* rough, long count) const {
+        const long id = pair * kPairColumns, num_pairs = args.layer.n / kPairColumns;
+        const Vec reach[2] = {load(args.reach + id), load(args.reach + id + kLanes)}, size[2] = {load(args.size + id), load(args.size + id + kLanes)};
+        Vec* tops = lowest + this_thread * num_rows;
+        for (const long end = row + count; row < end; row++, rough += kPairColumns) {
+            const Vec norm = splat(norms[row]), lost = splat(norms[num_rows + row]), values[2] = {load(rough), load(rough + kLanes)};
+            const Vec distance[2] = {fma(norm, reach[0], lost * size[0]), fma(norm, reach[1], lost * size[1])};
+            highest[row * num_pairs + pair] = max_lanes(max(values[0] + distance[0], values[1] + distance[1]));
+            tops[row] = max(max(values[0] - distance[0], values[1] - distance[1]), tops[row]);
+        }
+    }
+};
+
 template <class T>
 struct Screen {
     const ScreenArguments& args;
     const SampleArguments& rows;
     const float* rough;  // [rows, n]
-    const float* norms;  // [2][rows]: theirs, and of what their rounding took away
+    const float* norms;  // as TopBounds has them
     WantedPairs wanted;
     long n = args.layer.n;
 
@@ -64,27 +93,32 @@ struct Screen {
     bool is_greedy(long row) const { return rows.temperature[row] == 0.0f; }
     bool has_top_k(long row) const { return rows.top_k[row] > 0 && rows.top_k[row] < n; }
 
-    // Pairs with ids that could be the largest of a greedy row. lowest: [rows][number of stretches] memory, highest: [rows][pairs].
-    void want_largest(float* lowest, float* highest, long threads) const {
-        const long stretches = ceil_div(n, kSearched), num_pairs = n / kPairColumns;
-        parallel_for(stretches, kElementWork * rows.rows * n, threads, [&](long i) {
+    // The bounds of greedy rows.
+    void find_tops(const TopBounds& tops, long threads) const {
+        const long num_pairs = n / kPairColumns;
+        parallel_for(ceil_div(num_pairs, kSearched), kElementWork * rows.rows * n, threads, [&](long i) {
             for (long row = 0; row < rows.rows; row++) {
-                if (!is_greedy(row)) continue;
-                const Bounds<T> bound = bounds(row);
-                Vec top = splat(-kInfinity);
-                for (long id = i * kSearched; id < smaller(n, (i + 1) * kSearched); id += kPairColumns) {
-                    top = max(max(bound.lowest(id), bound.lowest(id + kLanes)), top);
-                    highest[row * num_pairs + id / kPairColumns] = max_lanes(max(bound.highest(id), bound.highest(id + kLanes)));
+                for (long pair = i * kSearched; pair < smaller(num_pairs, (i + 1) * kSearched) && is_greedy(row); pair++) {
+                    tops.note(row, pair, rough + row * n + pair * kPairColumns, 1);
                 }
-                lowest[row * stretches + i] = max_lanes(top);
             }
         });
+    }
+
+    // Pairs with ids that could be the largest of a greedy row. (What rounds a logit, rounds its bounds, and keeps their order.)
+    void want_largest(const TopBounds& tops, long threads) const {
+        const long num_pairs = n / kPairColumns;
         parallel_for(rows.rows, kElementWork * rows.rows * num_pairs, threads, [&](long row) {
             if (!is_greedy(row)) return;
-            float least = -kInfinity;
-            for (long i = 0; i < stretches; i++) least = larger_of(least, lowest[row * stretches + i]);
-            for (long pair = 0; pair < num_pairs; pair++) {
-                if (highest[row * num_pairs + pair] >= least) wanted.add(pair, row);
+            Vec low = tops.lowest[row];
+            for (long thread = 1; thread < threads; thread++) low = max(tops.lowest[thread * rows.rows + row], low);
+            const float least = rounded(splat(max_lanes(low)), (const T*)nullptr).p[0][0];
+            for (long first = 0; first < num_pairs; first += kLanes) {
+                alignas(64) float highest[kLanes];
+                store(highest, rounded(load_some(tops.highest + row * num_pairs + first, num_pairs - first), (const T*)nullptr));
+                for (long i = 0; i < smaller(kLanes, num_pairs - first); i++) {
+                    if (highest[i] >= least) wanted.add(first + i, row);
+                }
             }
         });
     }
@@ -300,15 +334,38 @@ long take_wanted(const WantedPairs& wanted, long num_pairs, long most, int32_t* 
     return count;
 }
 
+bool all_greedy(const SampleArguments& rows) {
+    for (long row = 0; row < rows.rows; row++) {
+        if (rows.temperature[row] != 0.0f) return false;
+    }
+    return true;
+}
+
+// The bounds of many rows from their products as these are made, which are written nowhere. False where there is no kernel for that.
+INLINE bool find_tops_of(const QuantizedArguments& rough, const RoundedRows<RoundedPanel>& rows, const TopBounds& tops, long threads) {
+#if defined(__AVX512VNNI__) && !defined(NOVA_TILES)
+    if (tops.num_rows < kStreamRows) return false;
+    const auto output_at = [&](long first) {
+        TopBounds output = tops;
+        output.first_row = first;
+        return output;
+    };
+    for_rounded_tiles(rough, rows, tops.num_rows, threads, output_at, [&](const auto& tile) { run_many(tile, rough.layer, threads); });
+    return true;
+#else
+    return false;
+#endif
+}
+
 constexpr int64_t kNeedsAll = 0, kIsDone = 1, kInVain = 2;  // what becomes of rows; kInVain: it took time to find out that they need all
 
 // rows.out and rows.is_bad for x [rows, k], as `sample` writes them for the layer's logits; rows.logits is not read. Nothing is written if
 // that was not possible.
 template <class T>
 int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T* x, long x_stride, long threads) {
-    static thread_local Scratch integer_memory, rough_memory, small_memory, second_memory, highest_memory, wanted_memory, pair_memory, logit_memory;
+    static thread_local Scratch integer_memory, rough_memory, small_memory, second_memory, highest_memory, lowest_memory, wanted_memory, pair_memory, logit_memory;
     const long n = args.layer.n, m = rows.rows, num_pairs = n / kPairColumns;
-    float* norms = small_memory.get<float>(m * (2 + ceil_div(n, kSearched)));
+    float* norms = small_memory.get<float>(2 * m);
     for (long row = 0; row < m; row++) {
         const double norm = norm_of(x + row * x_stride, args.layer.k);
         if (!may_screen<T>(args, rows, row, norm)) return kNeedsAll;
@@ -317,13 +374,19 @@ int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T
     const RoughRows<T> rough_rows{args, x, x_stride, m, norms + m, second_memory.get<int32_t>(m)};
     RoundedRows<RoundedPanel> integers;
     const long num_integers = rough_rows.round(integer_memory, integers);
-    float* rough = rough_memory.get<float>(num_integers * n);
-    rounded_linear<T>(args.rough, integers, rough, num_integers, threads);
-    if (num_integers > m) rough_rows.join(rough, n, threads);
+    TopBounds tops{args, norms, highest_memory.get<float>(m * num_pairs), lowest_memory.get<Vec>(larger(1, threads) * m), m};
+    for (long i = 0; i < larger(1, threads) * m; i++) tops.lowest[i] = splat(-kInfinity);
     uint64_t* wanting = wanted_memory.get<uint64_t>(num_pairs);
     memset(wanting, 0, num_pairs * sizeof(uint64_t));
+    const bool has_tops = num_integers == m && all_greedy(rows) && find_tops_of(args.rough, integers, tops, threads);
+    float* rough = has_tops ? nullptr : rough_memory.get<float>(num_integers * n);
     const Screen<T> screen{args, rows, rough, norms, {wanting}};
-    screen.want_largest(norms + 2 * m, highest_memory.get<float>(m * num_pairs), threads);
+    if (!has_tops) {
+        rounded_linear<T>(args.rough, integers, rough, num_integers, threads);
+        if (num_integers > m) rough_rows.join(rough, n, threads);
+        screen.find_tops(tops, threads);
+    }
+    screen.want_largest(tops, threads);
     parallel_for(m, kElementWork * m * n, threads, [&](long row) {
         if (screen.is_greedy(row)) return;
         screen.has_top_k(row) ? screen.want_top(row) : screen.want_winners(row);
