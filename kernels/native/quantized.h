@@ -148,13 +148,17 @@ struct QuantizedTile {
 
     // A block of rows or more over the panels of a record, block after block, each of which asks for its part of the record of panel
     // `next`; -1: of none. The last block begins early enough to be whole, as in linear.h.
-    void run_many(long panel, long next) const {
+    void run_record(long panel, long next) const {
         const long rows = operands.rows, blocks = ceil_div(rows, kBlockRows), steps = ceil_div(records.k, Format::kPack);
         const long bytes = next < 0 || steps == 0 ? 0 : ceil_div(records.groups * records.record_bytes(next), blocks * steps);  // for a step
         Ahead<1, 2> ahead{{(const char*)packed + records.scales_at(next < 0 ? panel : next)}, bytes};
         for (long row = 0; row < rows; row += kBlockRows, ahead.at[0] += steps * bytes) {
             const long first = smaller(row, rows - kBlockRows);
-            records.width(panel) == kRecordPanels ? multiply<kBlockRows, kRecordPanels>(first, panel, ahead) : multiply<kBlockRows, 1>(first, panel, ahead);
+            if (records.width(panel) == kRecordPanels) {
+                multiply<kBlockRows, kRecordPanels>(first, panel, ahead);
+            } else {
+                multiply<kBlockRows, 1>(first, panel, ahead);
+            }
         }
     }
 
@@ -173,7 +177,7 @@ void run_many(const Tile& tile, const LinearArguments& layer, long threads) {
     parallel_shares(ceil_div(tile.records.panels, kRecordPanels), work, threads, [&](Shares& shares) {
         for (long i; (i = shares.take()) >= 0;) {
             const long after = shares.after(i);
-            tile.run_many(i * kRecordPanels, after < 0 ? -1 : after * kRecordPanels);
+            tile.run_record(i * kRecordPanels, after < 0 ? -1 : after * kRecordPanels);
         }
     });
 }

@@ -2,45 +2,19 @@
 //
 // A second copy of a vocabulary projection's weights, rounded to eight bits as the rows are, says of every logit between which two numbers
 // it lies: the difference of both weights' products with a row is no larger than the product of its norm with the norm of what rounding
-// took away (Cauchy, Schwarz), and so on for what it took away from the row. Logits that cannot be the largest, or cannot with their noise, are never computed; the others are, by the layer
-// itself, and choose the token. Of rows with top-k those are left out that cannot be among the k. So it is the token that all logits would have chosen, from half of the bytes that sixteen bits take.
+// took away (Cauchy, Schwarz), and so on for what it took away from the row. Logits that cannot be the largest, or cannot with their noise,
+// are never computed; the others are, by the layer itself, and choose the token. Of rows with top-k those are left out that cannot be among
+// the k. So it is the token that all logits would have chosen, from half of the bytes that sixteen bits take.
 #pragma once
 
 #include "sampling.h"
-#include "tiled_quantized.h"
-
-// Mirrored by `kernels.linear.screened.ScreenArguments`.
-struct ScreenArguments {
-    LinearArguments layer;     // to kRounded, without a bias; n is a multiple of 64
-    QuantizedArguments rough;  // its weights in eight bits, for rows in eight bits, to float32
-    const float *reach, *size; // [n]: how far apart a logit and its rough one can be is the first times a row's norm and the second times
-                               // the norm of what its rounding took away
-    double largest;            // above the norm of every output's weights
-    int64_t most_pairs;        // of panels; if more are wanted, all logits might as well be computed
-};
+#include "screen_bounds.h"
 
 namespace {
 
-constexpr long kPairColumns = 2 * kLanes;
 constexpr long kSearched = 256;  // pairs that one call of a thread looks at
-// Of a row's norm, that its integers may lose: twice of what they do where all numbers are of one kind. One that has a few far above the
-// rest of their groups gets a second row of integers, for what the first ones lack; and so do few rows, which take no longer with it.
-constexpr double kMostOfNorm = 0x1p-6;
 constexpr long kFewWanting = 3;  // computed one by one in less time than all together
 constexpr double kLeastNorm = 1e-12, kMostLogit = 1e30, kMostHalfLogit = 6e4;  // beyond these, numbers get lost or become infinite
-
-// The bounds of a row's logits.
-template <class T>
-struct Bounds {
-    const float *rough, *reach, *size;
-    Vec norm, lost;
-
-    INLINE Vec highest(long id) const { return rounded(load(rough + id) + distance(id), (const T*)nullptr); }
-    INLINE Vec lowest(long id) const { return rounded(load(rough + id) - distance(id), (const T*)nullptr); }
-
-  private:
-    INLINE Vec distance(long id) const { return fma(norm, load(reach + id), lost * load(size + id)); }
-};
 
 // Pairs of panels that rows want, by threads that may want the same one.
 struct WantedPairs {
@@ -49,35 +23,6 @@ struct WantedPairs {
     INLINE void add(long pair, long row) const { __atomic_fetch_or(rows + pair, bit_of(row), __ATOMIC_RELAXED); }
     INLINE bool has(long pair, long row) const { return rows[pair] & bit_of(row); }
     static INLINE uint64_t bit_of(long row) { return 1ull << row % 64; }
-};
-
-// What the bounds of each row's logits come to: all that a greedy row has to know.
-struct TopBounds {
-    const ScreenArguments& args;
-    const float* norms;  // [2][rows]: theirs, and of what their rounding took away
-    float* highest;      // [rows][pairs]: above all logits of a pair
-    Vec* lowest;         // [threads][rows]: of what a thread has met, lane by lane, below the largest
-    long num_rows, first_row = 0;
-
-    // As Output, from which it takes the place: rough logits of rows [row, row + count) over the panels of a pair.
-    template <int N>
-    INLINE void write_all(long row, const long (&panels)[N], const float* rough, long count) const {
-        if (N != 2) abort();  // the layer has whole pairs
-        note(first_row + row, panels[0] / 2, rough, count);
-    }
-
-    // rough: [count][32].
-    NOINLINE void note(long row, long pair, const float* rough, long count) const {
-        const long id = pair * kPairColumns, num_pairs = args.layer.n / kPairColumns;
-        const Vec reach[2] = {load(args.reach + id), load(args.reach + id + kLanes)}, size[2] = {load(args.size + id), load(args.size + id + kLanes)};
-        Vec* tops = lowest + this_thread * num_rows;
-        for (const long end = row + count; row < end; row++, rough += kPairColumns) {
-            const Vec norm = splat(norms[row]), lost = splat(norms[num_rows + row]), values[2] = {load(rough), load(rough + kLanes)};
-            const Vec distance[2] = {fma(norm, reach[0], lost * size[0]), fma(norm, reach[1], lost * size[1])};
-            highest[row * num_pairs + pair] = max_lanes(max(values[0] + distance[0], values[1] + distance[1]));
-            tops[row] = max(max(values[0] - distance[0], values[1] - distance[1]), tops[row]);
-        }
-    }
 };
 
 template <class T>
@@ -248,17 +193,6 @@ struct Screen {
     }
 };
 
-// The norm of a row; NaN if one of its numbers is not finite.
-template <class T>
-double norm_of(const T* x, long count) {
-    Vec squares = zero();
-    for (long k = 0; k < count; k += kLanes) {
-        const Vec value = load_some(x + k, count - k);
-        squares = fma(value, value, squares);
-    }
-    return std::sqrt((double)sum_lanes(squares));
-}
-
 // Whether a row may be screened: its token depends on no more than the largest logits, and nothing comes near what a float can hold.
 template <class T>
 bool may_screen(const ScreenArguments& args, const SampleArguments& rows, long row, double norm) {
@@ -269,59 +203,6 @@ bool may_screen(const ScreenArguments& args, const SampleArguments& rows, long r
     if (rows.top_k[row] > 0 && rows.top_k[row] < args.layer.n) return rows.top_k[row] <= args.most_pairs;
     return rows.top_p[row] >= 1.0f && rows.min_p[row] <= 0.0f;  // these weigh an id against all others
 }
-
-// Rows in eight bits, and behind them second ones of some.
-template <class T>
-struct RoughRows {
-    using Integers = RoundedRows<RoundedPanel>;
-    const ScreenArguments& args;
-    const T* x;
-    long x_stride, m;
-    float* lost;     // [m]: above the norm of what is in no integer
-    int32_t* second; // [m]: which row has what the first integers lack, or 0
-    long k = args.layer.k, group = args.rough.group;
-
-    // Returns how many there are, of both kinds.
-    long round(Scratch& integer_memory, Integers& integers) const {
-        static thread_local Scratch rest_memory;
-        float* rest = rest_memory.get<float>(round_up(k, kLanes));
-        integers = rows_in<RoundedPanel>(integer_memory, 2 * m, k, group);
-        long count = m;
-        for (long row = 0; row < m; row++) {
-            const T* from = x + row * x_stride;
-            integers.round_row(from, k, group, row);
-            double norm = norm_of_rest(integers, row, from, rest);
-            second[row] = 4 * m <= kBlockRows || norm > kMostOfNorm * norm_of(from, k) ? count++ : 0;
-            if (second[row]) {
-                integers.round_row(rest, k, group, second[row]);
-                norm = norm_of_rest(integers, second[row], rest, rest);
-            }
-            lost[row] = (float)(norm * 1.001);
-        }
-        return count;
-    }
-
-    // The products of second rows are added to those of the first; rough [count, n].
-    void join(float* rough, long n, long threads) const {
-        parallel_for(m, kElementWork * m * n, threads, [&](long row) {
-            float *to = rough + row * n, *more = rough + second[row] * n;
-            for (long id = 0; id < n && second[row]; id += kLanes) store(to + id, load(to + id) + load(more + id));
-        });
-    }
-
-  private:
-    // rest: what from's integers, in that row, lack.
-    template <class From>
-    double norm_of_rest(const Integers& integers, long row, const From* from, float* rest) const {
-        for (long at = 0; at < k; at += kLanes) {
-            alignas(64) float values[kLanes];
-            for (long i = 0; i < kLanes; i++) values[i] = (float)integers.integers[row * integers.width + at + i];
-            const Vec step = splat(integers.scale(row, at / group));
-            store(rest + at, load_some(from + at, k - at) - step * load(values));
-        }
-        return norm_of(rest, k);
-    }
-};
 
 // The pairs that are wanted, in order; how many, or -1 if they are more than so many.
 long take_wanted(const WantedPairs& wanted, long num_pairs, long most, int32_t* pairs) {
@@ -339,22 +220,6 @@ bool all_greedy(const SampleArguments& rows) {
         if (rows.temperature[row] != 0.0f) return false;
     }
     return true;
-}
-
-// The bounds of many rows from their products as these are made, which are written nowhere. False where there is no kernel for that.
-INLINE bool find_tops_of(const QuantizedArguments& rough, const RoundedRows<RoundedPanel>& rows, const TopBounds& tops, long threads) {
-#if defined(__AVX512VNNI__) && !defined(NOVA_TILES)
-    if (tops.num_rows < kStreamRows) return false;
-    const auto output_at = [&](long first) {
-        TopBounds output = tops;
-        output.first_row = first;
-        return output;
-    };
-    for_rounded_tiles(rough, rows, tops.num_rows, threads, output_at, [&](const auto& tile) { run_many(tile, rough.layer, threads); });
-    return true;
-#else
-    return false;
-#endif
 }
 
 constexpr int64_t kNeedsAll = 0, kIsDone = 1, kInVain = 2;  // what becomes of rows; kInVain: it took time to find out that they need all
