@@ -28,7 +28,7 @@ _LONGEST_PAUSE = 64  # calls that do not even try, once more and more have been 
 # done behind each; the shorter, the less is lost.
 ROUGH = WeightScheme("rough", bits=8, group=256, rounds_rows=True)
 # By how much a logit, or a rough one, may miss the product of its row and weights, over the product of their norms: a
-# sum in fp32 of K products that are added one after the other errs by K * 2^-24 at most.
+# sum in fp32 of K products that are added one after the other errs by K * 2^-24 at most, and few roundings follow.
 _SUM_ERROR = 2.0**-24
 _UNSEEN = 1e-18  # a group of columns with nothing larger becomes zero, and squares of less are not counted
 _MARGIN = 1.02  # over errors of the norms, which are sums too, and of the bounds
@@ -36,7 +36,7 @@ _IS_DONE, _IN_VAIN = 1, 2  # as in native/screen.h
 
 
 class ScreenArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in native/screen.h."""
+    """Mirrors the struct of the same name in native/screen_bounds.h."""
 
     _fields_ = [
         ("layer", LinearArguments),
@@ -64,7 +64,7 @@ class ScreenedLinear(PackedLinear):
         assert self.rough.squares is not None
         lost, weights = self.rough.squares.double().sqrt()
         # These are errors of two sums; the rough weights' norm is that of the weights and of what they lack at most.
-        error = 4 * k * _SUM_ERROR
+        error = 4 * (k + 1) * _SUM_ERROR
         self.reach = ((lost * (1 + error) + weights * error) * _MARGIN + math.sqrt(k) * _UNSEEN).float()
         self.size = ((weights + lost) * _MARGIN + math.sqrt(k) * _UNSEEN).float()
         self._largest = float(weights.max()) * _MARGIN

@@ -49,7 +49,7 @@ class Pool {
             { std::lock_guard<std::mutex> lock(sleep_); }  // who has looked at the number is waiting by now
             wake_.notify_all();
         }
-        while (take_one()) {}
+        while (take_one(kCaller)) {}
         for (long spins = 0; num_done_.load(std::memory_order_acquire) < count; spins++) linger(spins);
         is_busy_.store(false, std::memory_order_release);
     }
@@ -58,6 +58,7 @@ class Pool {
     static constexpr long kSpins = 400;    // some microseconds
     static constexpr long kYields = 250;   // some hundred microseconds, if nobody else wants the core
     static constexpr long kMostHelpers = 255;
+    static constexpr long kCaller = -1;    // in place of a helper's number
 
     Pool() {
         pthread_atfork(nullptr, nullptr, [] { get().forget_helpers(); });
@@ -115,9 +116,7 @@ class Pool {
         for (;;) {
             wait_for_next(seen);
             seen = epoch_.load(std::memory_order_acquire);
-            if (id < team_.load(std::memory_order_relaxed)) {
-                while (take_one()) {}
-            }
+            while (take_one(id)) {}
         }
     }
 
@@ -132,13 +131,14 @@ class Pool {
         num_asleep_.fetch_sub(1, std::memory_order_seq_cst);
     }
 
-    // Does one piece of the loop that is on; false if none is left. What is read of the loop is its own if the exchange
-    // succeeds: a loop cannot end, nor another begin, while one of its pieces is still to be taken.
-    bool take_one() {
+    // Does one piece of the loop that is on; false if none is left, or the loop is for fewer helpers: one that comes late from a loop before
+    // is none of them. What is read of the loop is its own if the exchange succeeds: a loop cannot end, nor another begin, while one of its
+    // pieces is still to be taken.
+    bool take_one(long helper) {
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         for (;;) {
             const long left = (long)(uint32_t)ticket;
-            if (left == 0) return false;
+            if (left == 0 || helper >= team_.load(std::memory_order_relaxed)) return false;
             const Call call = call_.load(std::memory_order_relaxed);
             const void* body = body_.load(std::memory_order_relaxed);
             const long index = count_.load(std::memory_order_relaxed) - left;

@@ -226,8 +226,7 @@ void for_rounded_tiles(const QuantizedArguments& args, const RoundedRows<Panel>&
     using X = typename Panel::X;
     const LinearArguments& layer = args.layer;
     const Records<Panel> records(args);
-    constexpr long kMany = sizeof(X) == 1 ? kStreamRows : kManyRows<X>;
-    for_each_tile<X, kMany>(rows.integers, rows.width, m, rows.width, Panel::kPack, threads, [&](const Operands<X>& operands) {
+    for_each_tile<X>(rows.integers, rows.width, m, rows.width, Panel::kPack, threads, [&](const Operands<X>& operands) {
         const auto output = output_at(operands.first);
         using Tile = QuantizedTile<std::remove_const_t<decltype(output)>, Panel, ScaledRows<Panel>>;
         const ScaledRows<Panel> rule{rows, operands.first};

@@ -243,7 +243,7 @@ INLINE bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<Roun
 
 #endif
 
-// The same of rows that are integers already, m of them.
+// As `quantized_linear`, of m rows that are integers already.
 template <class T>
 void rounded_linear(const QuantizedArguments& args, const RoundedRows<RoundedPanel>& rows, void* y, long m, long threads) {
     if (!tiled_rounded(args, rows, (const T*)nullptr, y, m, threads)) vector_rounded<T>(args, rows, y, m, threads);

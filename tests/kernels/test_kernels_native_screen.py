@@ -278,6 +278,23 @@ def test_more_rows_than_a_step_of_decodes_has_when_picked_then_all_logits_are_wa
     assert CpuBackend().pick(head, x, lambda: params(33)) is None
 
 
+def test_threads_that_come_and_go_when_picked_then_tokens_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    loosened(monkeypatch)
+    torch.manual_seed(12)
+    backend, head = CpuBackend(), ScreenedLinear(load_library(), torch.randn(19200, 256).bfloat16())
+    x = torch.randn(20, 256).bfloat16()
+    wanted = chosen(backend, head, x, params(20))[0].tolist()
+    threads = torch.get_num_threads()
+    try:
+        for call in range(60):
+            torch.set_num_threads((4, 2, 3, 1)[call % 4])
+            picked = backend.pick(head, x, lambda: params(20))
+            assert picked is not None
+            assert picked[0].tolist() == wanted
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_params_that_are_not_for_these_rows_when_picked_then_refused() -> None:
     head = ScreenedLinear(load_library(), torch.randn(640, 64))
     with pytest.raises(ValueError, match="temperature"):
