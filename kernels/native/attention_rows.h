@@ -338,12 +338,10 @@ struct TaskRows {
 
     template <int R>
     INLINE void add_values(const Chunk<Stored>& chunk, const X* probs, long low, long high, long row, Totals& part) const {
-        constexpr int N = panels_for(R);
+        constexpr int N = panels_for(R), kWide = kWidth == 16 && R <= 2 ? 2 * N : N;  // a step of a common head is one stream in memory
         if (low >= high) return;
         long d = 0;
-        if constexpr (kWidth == 16 && R <= 2) {  // whole steps of common heads, which lie in memory as one stream
-            for (; d + 2 * N * kLanes <= args.padded_dim; d += 2 * N * kLanes) add_columns<R, 2 * N>(chunk, probs, low, high, row, d, part);
-        }
+        for (; d + kWide * kLanes <= args.padded_dim; d += kWide * kLanes) add_columns<R, kWide>(chunk, probs, low, high, row, d, part);
         for (; d + N * kLanes <= args.padded_dim; d += N * kLanes) add_columns<R, N>(chunk, probs, low, high, row, d, part);
         for (; d < args.padded_dim; d += kLanes) add_columns<R, 1>(chunk, probs, low, high, row, d, part);
     }
