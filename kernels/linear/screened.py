@@ -21,7 +21,7 @@ from kernels.weights import Deferred
 LEAST_WEIGHTS = 1 << 16
 _COLUMNS = 4 * LANES  # what the kernel looks at together
 _MOST_PART = 1 / 4  # of the logits, beyond which all are computed: for rows that prefer nothing
-_MOST_ROWS = 32  # of more, the products with eight bits take about as long as the others, and their logits much memory
+_MOST_ROWS = 32  # more have not been measured with rows of eight bits; their rough logits take much memory
 _LONGEST_PAUSE = 64  # calls that do not even try, once more and more have been in vain
 
 # Rows of eight bits are multiplied twice as fast as bf16 ones. The longer a group, the more of that is left by what is

@@ -38,8 +38,8 @@ struct Screen {
     bool is_greedy(long row) const { return rows.temperature[row] == 0.0f; }
     bool has_top_k(long row) const { return rows.top_k[row] > 0 && rows.top_k[row] < n; }
 
-    // The bounds of greedy rows.
-    void find_tops(const TopBounds& tops, long threads) const {
+    // The bounds of greedy rows, from products that have been written.
+    void tops_of_rough(const TopBounds& tops, long threads) const {
         const long num_pairs = n / kPairColumns;
         parallel_for(ceil_div(num_pairs, kSearched), kElementWork * rows.rows * n, threads, [&](long i) {
             for (long row = 0; row < rows.rows; row++) {
@@ -243,13 +243,13 @@ int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T
     for (long i = 0; i < larger(1, threads) * m; i++) tops.lowest[i] = splat(-kInfinity);
     uint64_t* wanting = wanted_memory.get<uint64_t>(num_pairs);
     memset(wanting, 0, num_pairs * sizeof(uint64_t));
-    const bool has_tops = num_integers == m && all_greedy(rows) && find_tops_of(args.rough, integers, tops, threads);
+    const bool has_tops = num_integers == m && all_greedy(rows) && tops_of_products(args.rough, integers, tops, threads);
     float* rough = has_tops ? nullptr : rough_memory.get<float>(num_integers * n);
     const Screen<T> screen{args, rows, rough, norms, {wanting}};
     if (!has_tops) {
         rounded_linear<T>(args.rough, integers, rough, num_integers, threads);
         if (num_integers > m) rough_rows.join(rough, n, threads);
-        screen.find_tops(tops, threads);
+        screen.tops_of_rough(tops, threads);
     }
     screen.want_largest(tops, threads);
     parallel_for(m, kElementWork * m * n, threads, [&](long row) {
