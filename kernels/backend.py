@@ -91,6 +91,7 @@ class SamplingTensors:
 
 
 MakeSampling = Callable[[], SamplingTensors]  # those of a step, for who wants them
+Kept = tuple[Tensor, AttentionMetadata]  # some of a step's tokens: which, [K] int64, rising; what holds for these alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +178,14 @@ class Program(Protocol):
         """out = act(gate) * up."""
         ...
 
-    def cut(self) -> None:
-        """What is recorded from here on is part 1, for fewer tokens than part 0, whose rows in the buffers moved up."""
+    def keep(self, *buffers: Tensor) -> None:
+        """From here on kept tokens alone: rows [capacity, ...] of these buffers move up. No rotary or store_kv then."""
         ...
 
     def run(
-        self, positions: Tensor, slot_mapping: Tensor, metadata: AttentionMetadata, part: int | None = None
+        self, positions: Tensor, slot_mapping: Tensor, metadata: AttentionMetadata, kept: Kept | None = None
     ) -> None:
-        """All of it, or one part, for one step's tokens. Raises IndexError for a position, slot or block not there."""
+        """For one step's tokens; kept: None = all. Raises IndexError for a position, slot or block not there."""
         ...
 
 

@@ -15,7 +15,7 @@ from kernels.backend import AttentionMetadata
 from novainfer.protocol.step import StepPlan
 from workers.models.base import ForwardBatch, KeptTokens
 from workers.request_states import RequestStates
-from workers.row_sampling import IntArray, to_device
+from workers.row_sampling import IntArray, take, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,31 +96,32 @@ class InputBatch:
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     forward: ForwardBatch  # query_start_loc [N + 1], seq_lens [N], block_table [N, max_blocks], slot_mapping [T]
-    sample_hidden: Tensor  # [S] int64: which of the model's hidden states the sampled tokens follow
+    sample_hidden: Tensor | None  # [S] int64: which of the model's hidden states the sampled tokens follow; None: all
 
     @classmethod
     def build(cls, states: RequestStates, step: StepRows) -> InputBatch:
         """Nothing is written."""
         device, block_size = states.device, states.limits.block_size
         positions, token_rows = to_device(step.positions, device), to_device(step.token_rows, device)
-        row_index = token_rows if step.token_rows is step.rows else to_device(step.rows, device)
+        rows = token_rows if step.token_rows is step.rows else to_device(step.rows, device)
         host_blocks, offsets = np.divmod(step.positions, block_size)
-        blocks = states.block_table[token_rows, to_device(host_blocks, device)]
-        max_blocks = -(-int(step.seq_lens.max()) // block_size)
-        hidden, kept = step.sample_hidden, None
-        if step.sample_ahead is None and len(hidden) < len(step.positions) and not step.prompt_spans:
-            table = states.block_table[to_device(step.sample_rows, device), :max_blocks]
-            kept = _last_tokens(hidden, step.seq_lens[step.sampling], table)
-            hidden = np.arange(len(hidden))
+        blocks = take(states.block_table, token_rows, to_device(host_blocks, device))
+        seen_blocks = slice(-(-int(step.seq_lens.max()) // block_size))
+        # Without drafts and log-probabilities of prompts nothing counts but one hidden state of each row that samples.
+        last, kept, are_last = step.sample_hidden, None, step.sample_ahead is None and not step.prompt_spans
+        if are_last and len(last) < len(step.positions):
+            sampled_table = take(states.block_table, to_device(step.sample_rows, device), seen_blocks)
+            kept = _last_tokens(last, step.seq_lens[step.sampling], sampled_table)
+        table = take(states.block_table, rows, seen_blocks)
         return cls(
-            input_ids=states.token_ids[token_rows, positions].long(),
+            input_ids=take(states.token_ids, token_rows, positions).long(),
             positions=positions,
             forward=ForwardBatch(
-                metadata=_metadata(step.query_start_loc, step.seq_lens, states.block_table[row_index, :max_blocks]),
+                metadata=_metadata(step.query_start_loc, step.seq_lens, table),
                 slot_mapping=blocks.long() * block_size + to_device(offsets, device),
                 kept=kept,
             ),
-            sample_hidden=to_device(hidden, device),
+            sample_hidden=None if are_last else to_device(last, device),
         )
 
 

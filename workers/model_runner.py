@@ -149,8 +149,8 @@ class ModelRunner:
         drafted = [] if num_drafts is None else num_drafts[: len(plan.num_drafts)].tolist()
         return self._pending(plan, sampled, prompts, drafted)
 
-    def _forward(self, step: StepRows) -> tuple[Tensor, Tensor]:
-        """Hidden states [K, hidden], and which of them the sampled tokens follow: [S] int64."""
+    def _forward(self, step: StepRows) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [K, hidden], and which of them the sampled tokens follow: [S] int64, or None for all."""
         if self._graphs is not None and (hidden := self._graphs.steps.run(step)) is not None:
             return hidden, to_device(step.sample_hidden, hidden.device)
         batch = InputBatch.build(self.states, step)
@@ -178,11 +178,12 @@ class ModelRunner:
         )
         return found if found.any() else None
 
-    def _sample(self, hidden: Tensor, sample_hidden: Tensor, step: StepRows) -> Sampled | None:
+    def _sample(self, hidden: Tensor, sample_hidden: Tensor | None, step: StepRows) -> Sampled | None:
         """Sample on rank 0 and append the tokens to the rows of all ranks."""
         if not len(step.sampling):
             return None
-        rows, ahead, chosen = step.sample_rows, step.sample_ahead, hidden[sample_hidden]
+        rows, ahead = step.sample_rows, step.sample_ahead
+        chosen = hidden if sample_hidden is None else hidden[sample_hidden]
         picked = self._sampler.pick(partial(self._model.pick, chosen), rows, self.states, ahead)
         if picked is not None:
             return self._append(picked, picked.token_ids, rows, ahead)

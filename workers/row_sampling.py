@@ -32,6 +32,13 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def take(source: Tensor, *index: Tensor | slice) -> Tensor:
+    """source[index], all on one device. On a CPU by NumPy, which takes a third of PyTorch's time."""
+    if source.device.type != "cpu":
+        return source[index]
+    return torch.from_numpy(source.numpy()[tuple(part if isinstance(part, slice) else part.numpy() for part in index)])
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRules:
     """What one row's logits go through beside penalties. Absent lists are None."""
@@ -84,13 +91,19 @@ class RowSelection:
     num_logprobs: IntArray  # [B], NO_LOGPROBS for none
     logprob_positions: IntArray  # [L], in B: where some are asked for
     is_plain: bool  # no rules, no penalties: the logits are sampled as they are
-    _tensors: SamplingTensors | None = None  # with an index of zeros; made when they are first asked for
+    _tensors: SamplingTensors | None = None  # made when they are first asked for
 
     def at(self, output_index: IntArray, device: torch.device) -> SamplingTensors:
-        """What the sampling kernel takes; output_index [B] is the index of the token to sample."""
+        """What the sampling kernel takes; output_index [B] is the index of the token to sample.
+
+        On a CPU these are the same tensors every time: they hold until the next call.
+        """
         if self._tensors is None:
             self._tensors = self._owner.tensors(self._rows)
-        return replace(self._tensors, index=to_device(output_index, device))
+        if device.type != "cpu":
+            return replace(self._tensors, index=to_device(output_index, device))
+        self._tensors.index.numpy()[:] = output_index
+        return self._tensors
 
 
 class SamplingRows:

@@ -14,7 +14,7 @@ from kernels.linear.cpu import ROUNDED, LinearArguments, PackedLinear
 from kernels.linear.quantized import QuantizedArguments, QuantizedLinear
 from kernels.linear.schemes import WeightScheme
 from kernels.native.library import DTYPES, LANES, NativeLibrary
-from kernels.sampling.cpu import sample_arguments
+from kernels.sampling.cpu import SampleArguments, sample_arguments
 from kernels.weights import Deferred
 
 # Below so many weights there is nothing to spare.
@@ -76,6 +76,7 @@ class ScreenedLinear(PackedLinear):
             self._largest,
             max(int(n // (2 * LANES) * _MOST_PART), 1),
         )
+        self._last: tuple[SamplingTensors, SampleArguments] | None = None
         self._pause = 0  # calls that do not try
         self._next_pause = 1
 
@@ -87,9 +88,8 @@ class ScreenedLinear(PackedLinear):
             self._pause -= 1
             return None
         x = self.checked(x)
-        check_sampling_tensors(params, len(x))
         out, is_bad = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
-        rows = sample_arguments(params, out, is_bad, self.out_features)
+        rows = self._rows_of(params, out, is_bad)
         addresses = ctypes.addressof(self._arguments), ctypes.addressof(rows)
         outcome = self._screen(*addresses, x.data_ptr(), x.stride(0), torch.get_num_threads())
         if outcome == _IN_VAIN:
@@ -97,6 +97,15 @@ class ScreenedLinear(PackedLinear):
         elif outcome == _IS_DONE:
             self._next_pause = 1
         return (out, is_bad) if outcome == _IS_DONE else None
+
+    def _rows_of(self, params: SamplingTensors, out: Tensor, is_bad: Tensor) -> SampleArguments:
+        """The kernel's; step after step comes with the same tensors, whose addresses are asked for once."""
+        if self._last is None or self._last[0] is not params or len(params.index) != len(out):
+            check_sampling_tensors(params, len(out))
+            self._last = params, sample_arguments(params, out, is_bad, self.out_features)
+        arguments = self._last[1]
+        arguments.out, arguments.is_bad = out.data_ptr(), is_bad.data_ptr()
+        return arguments
 
 
 def can_screen(weight: Tensor | Deferred) -> bool:

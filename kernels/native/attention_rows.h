@@ -29,9 +29,9 @@ constexpr float kTopSlack = 8.0f;                   // a score may lie so far ab
 constexpr int kTileQueries = kWidth == 16 ? 8 : 4;  // rows that share a pass over the keys
 
 // What comes next is asked for in the second cache: of lines on their way to the first one a processor can wait for few, so a thread
-// that meets keys and values in memory got 13 GB/s of them in place of 20 (AMD EPYC).
-template <int P>
-using FarAhead = Ahead<P, 2>;
+// got 13 GB/s of keys and values in place of 20 (AMD EPYC). One or two rows read faster than they are answered, and ask again.
+template <int R, int P>
+using FarAhead = Ahead<P, 2, kWidth == 16 && R <= 2 ? 512 : 0>;
 
 // Rows of one sequence and one key/value head that one call of a thread computes.
 struct AttentionTask {
@@ -230,7 +230,7 @@ struct TaskRows {
         }
         const long steps = ceil_div(args.head_dim, kPack);
         const Rows<X> rows{query + row * kMaxDim, kMaxDim};
-        FarAhead<N> ahead{{}, kStepBytes};
+        FarAhead<R, N> ahead{{}, kStepBytes};
         UNROLL for (int n = 0; n < N; n++) ahead.at[n] = (const char*)(chunk.value[panel + n] - Cache::kHeader);
         accumulate<Format>(acc, rows, keys, kLanes * kPack, steps, ahead);
         UNROLL for (int r = 0; r < R; r++) {
@@ -363,7 +363,7 @@ struct TaskRows {
             const Rows<X> rows{probs + lane, kChunk};
             const long after = panel - chunk.first_panel;
             const Stored* next = after < chunk.num_next ? chunk.next[after] : chunk.value[panel];
-            FarAhead<N> ahead{{}, N * kStepBytes};
+            FarAhead<R, N> ahead{{}, N * kStepBytes};
             UNROLL for (int n = 0; n < N; n++) ahead.at[n] = (const char*)(next - Cache::kHeader + d * kLanes) + n * kStepBytes;
             accumulate<Format>(acc, rows, values, w_stride, (stop - lane) / kPack, ahead);
             lane = stop;

@@ -151,18 +151,24 @@ INLINE void accumulate(Sum (&acc)[M][N], const Operand& x, const typename Format
 }
 
 // Other memory that is wanted next, in the first cache or the second: in the k-th step, what lies k * stride bytes behind these places.
-template <int P, int kCache = 1>
+// kAgain: what lies so many bytes before that is asked for again. A processor forgets what it is asked for while too much is on its way.
+template <int P, int kCache = 1, long kAgain = 0>
 struct Ahead {
     const char* at[P];
     long stride;
+
+    INLINE void ask(long k) const {
+        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(at[p] + k * stride, 0, 4 - kCache);
+        UNROLL for (int p = 0; p < P && kAgain > 0; p++) __builtin_prefetch(at[p] + k * stride - kAgain, 0, 4 - kCache);
+    }
 };
 
 // The same, and that memory is asked for.
-template <class Format, class Sum, int M, int N, class Operand, int P, int kCache>
+template <class Format, class Sum, int M, int N, class Operand, int P, int kCache, long kAgain>
 INLINE void accumulate(Sum (&acc)[M][N], const Operand& x, const typename Format::T* const (&w)[N], long w_stride, long steps,
-                       const Ahead<P, kCache>& ahead) {
+                       const Ahead<P, kCache, kAgain>& ahead) {
     for (long k = 0; k < steps; k++) {
-        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(ahead.at[p] + k * ahead.stride, 0, 4 - kCache);
+        ahead.ask(k);
         Format::step(acc, x, k * Format::kPack, w, k * w_stride);
     }
 }

@@ -16,10 +16,13 @@ struct StepInputs {
     const int32_t* block_table;          // [num_seqs, table_stride]
     int64_t num_tokens, num_seqs, table_stride, table_width;
     int64_t* num_done;                   // operations that have ended, counted up for a thread that watches
+    const StepInputs* kept;              // from the first kKeepOp on; null: those of all tokens. Without positions and slots
+    const int64_t* kept_index;           // which tokens these are, rising
 };
 
 // Mirrored by `kernels.native.program.Operation`. `arguments` are those of the kernel; x and y those of a linear layer.
-// rows: of a norm, for each token, where they are not one; the tokens then lie token_stride elements apart.
+// rows: of a norm, for each token, where they are not one; the tokens then lie token_stride elements apart. kKeepOp has `rows` numbers of
+// each token at x, token_stride elements apart.
 struct Operation {
     int64_t kind;
     const void *arguments, *x;
@@ -30,7 +33,7 @@ struct Operation {
 namespace {
 
 // As `kernels.native.program` has them.
-enum OperationKind { kNormOp, kLinearOp, kQuantizedOp, kRotaryOp, kStoreKvOp, kAttentionOp, kActMulOp };
+enum OperationKind { kNormOp, kLinearOp, kQuantizedOp, kRotaryOp, kStoreKvOp, kAttentionOp, kActMulOp, kKeepOp };
 
 constexpr long kAheadTokens = 4;  // a token is asked for so many before its turn
 constexpr long kTogether = kPassTokens;  // that operations on single tokens work on one after the other: they stay in a cache
@@ -237,18 +240,37 @@ bool run_operation(const Operation& operation, const StepInputs& step, long thre
     return paged_attention<T>(args, threads);
 }
 
-// Returns how many operations ran: all, unless one found an index outside its table. What came of that one's other tokens, and of
-// operations on single tokens around it, is then undefined.
+// Rows of kept tokens move up, to where the first ones were. False if these are not some of the step's, one behind the other.
+template <class T>
+bool keep_rows(const Operation& operation, const StepInputs& step) {
+    T* rows = (T*)operation.x;
+    for (long i = 0, last = -1; i < step.kept->num_tokens; last = step.kept_index[i++]) {
+        const long from = step.kept_index[i];
+        if (from <= last || from >= step.num_tokens) return false;
+        memmove(rows + i * operation.token_stride, rows + from * operation.token_stride, operation.rows * sizeof(T));
+    }
+    return true;
+}
+
+// Returns how many operations ran, or had no token to run on: all, unless one found an index outside its table. What came of that one's
+// other tokens, and of operations on single tokens around it, is then undefined.
 template <class T>
 long run_program(const Operation* operations, long count, const StepInputs& step, long threads) {
+    const StepInputs* now = &step;
     for (long i = 0; i < count;) {
         long stop = i, done = 1;
         while (stop < count && is_by_token(operations[stop])) stop++;
         if (stop > i) {
-            done = run_by_token<T>(operations + i, stop - i, step, threads);
+            done = run_by_token<T>(operations + i, stop - i, *now, threads);
         } else {
             stop++;
-            if (!run_operation<T>(operations[i], step, threads)) done = 0;
+            if (operations[i].kind != kKeepOp) {
+                if (!run_operation<T>(operations[i], *now, threads)) done = 0;
+            } else if (step.kept != nullptr) {
+                now = step.kept;
+                if (!keep_rows<T>(operations[i], step)) done = 0;
+                if (now->num_tokens == 0) done = (stop = count) - i;
+            }
         }
         __atomic_fetch_add(step.num_done, done, __ATOMIC_RELAXED);
         if (done != stop - i) return i + done;

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.act_mul.cpu import act_mul_arguments
-from kernels.backend import AttentionMetadata, AttentionParams, Linear
+from kernels.backend import AttentionMetadata, AttentionParams, Kept, Linear
 from kernels.checks import check_act_mul, check_rotary
 from kernels.kv_store.cpu import is_packed, store_arguments
 from kernels.linear.cpu import PackedLinear
@@ -20,7 +20,7 @@ from kernels.paged_attention.cpu import attention_arguments, is_usual
 from kernels.rms_norm.cpu import norm_arguments
 from kernels.rotary.cpu import rotary_arguments
 
-_NORM, _LINEAR, _QUANTIZED, _ROTARY, _STORE_KV, _ATTENTION, _ACT_MUL = range(7)
+_NORM, _LINEAR, _QUANTIZED, _ROTARY, _STORE_KV, _ATTENTION, _ACT_MUL, _KEEP = range(8)
 
 
 class StepInputs(ctypes.Structure):
@@ -29,7 +29,7 @@ class StepInputs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "query_start_loc", "seq_lens", "block_table")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_seqs", "table_stride", "table_width")),
-        ("num_done", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("num_done", "kept", "kept_index")),
     ]
 
 
@@ -55,9 +55,8 @@ class NativeProgram:
     dtype: torch.dtype
     _operations: list[Operation] = field(default_factory=list)
     _buffers: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    _kept: list[Any] = field(default_factory=list)  # whatever the operations point to
+    _held: list[Any] = field(default_factory=list)  # whatever the operations point to
     _packed: ctypes.Array[Operation] | None = None
-    _cut: int = 0  # operations of part 0
     _num_done: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
 
     @property
@@ -99,11 +98,13 @@ class NativeProgram:
 
     def rotary(self, query: Tensor, key: Tensor, cos_sin: Tensor) -> None:
         """Rotate [capacity, heads, dim] views in place."""
+        self._refuse_behind_keep()
         check_rotary(query, key, torch.empty(self.capacity, dtype=torch.int64), cos_sin)
         self._add(_ROTARY, rotary_arguments(query, key, cos_sin), cos_sin)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
         """Write [capacity, kv heads, dim] views into the packed caches. What then stands in `key` is undefined."""
+        self._refuse_behind_keep()
         if not is_packed(key_cache):
             raise ValueError("the KV cache is not packed")
         self._add(_STORE_KV, store_arguments(key, value, key_cache, value_cache), (key_cache, value_cache))
@@ -120,39 +121,59 @@ class NativeProgram:
         check_act_mul(gate_up, activation)
         self._add(_ACT_MUL, act_mul_arguments(gate_up, out, activation))
 
-    def cut(self) -> None:
-        """Part 1 begins."""
-        self._cut = len(self._operations)
+    def keep(self, *buffers: Tensor) -> None:
+        """See `Program`. These are all that is read behind it and written before."""
+        for rows in buffers:
+            if len(rows) != self.capacity or rows.dtype != self.dtype or not rows[0].is_contiguous():
+                raise ValueError("kept rows are contiguous, of the program's dtype, and as many as it has room for")
+            width, stride = rows[0].numel(), rows.stride(0)
+            self._operations.append(Operation(kind=_KEEP, x=rows.data_ptr(), rows=width, token_stride=stride))
+            self._held.append(rows)
 
     def run(
-        self, positions: Tensor, slot_mapping: Tensor, metadata: AttentionMetadata, part: int | None = None
+        self, positions: Tensor, slot_mapping: Tensor, metadata: AttentionMetadata, kept: Kept | None = None
     ) -> None:
-        """All of it, or a part, for a step's tokens: positions, slot_mapping [num_tokens] int64. Raises IndexError."""
+        """For a step's tokens: positions, slot_mapping [num_tokens] int64. Raises IndexError."""
         if self._packed is None:
             self._packed = (Operation * len(self._operations))(*self._operations)
-        table, num_tokens = metadata.block_table, len(positions)
-        if not is_usual(metadata) or positions.dtype is not torch.int64 or slot_mapping.dtype is not torch.int64:
-            raise ValueError("positions and slots are int64, the metadata contiguous int32")
+        num_tokens = len(positions)
+        if positions.dtype is not torch.int64 or slot_mapping.dtype is not torch.int64:
+            raise ValueError("positions and slots are int64")
         if num_tokens > self.capacity or len(slot_mapping) != num_tokens:
             raise ValueError(f"{num_tokens} tokens and {len(slot_mapping)} slots do not fit {self.capacity}")
-        inputs = StepInputs(
-            positions.data_ptr(),
-            slot_mapping.data_ptr(),
-            metadata.query_start_loc.data_ptr(),
-            metadata.seq_lens.data_ptr(),
-            table.data_ptr(),
-            *(num_tokens, len(metadata.seq_lens), table.stride(0), table.shape[1]),
-            ctypes.addressof(self._num_done),
-        )
-        first = self._cut if part == 1 else 0
-        count = (self._cut if part == 0 else len(self._operations)) - first
-        operations = ctypes.addressof(self._packed) + first * ctypes.sizeof(Operation)
+        inputs = self._inputs(num_tokens, metadata)
+        inputs.positions, inputs.slots = positions.data_ptr(), slot_mapping.data_ptr()
+        if kept is not None:
+            index, rest = kept[0], self._inputs(len(kept[0]), kept[1])
+            if index.dtype is not torch.int64 or index.dim() != 1 or not index.is_contiguous():
+                raise ValueError("which tokens are kept is [K] int64")
+            inputs.kept, inputs.kept_index = ctypes.addressof(rest), index.data_ptr()
+        count = len(self._operations)
         done = self.library.run_program(
-            operations, count, ctypes.addressof(inputs), DTYPES[self.dtype], torch.get_num_threads()
+            ctypes.addressof(self._packed), count, ctypes.addressof(inputs), DTYPES[self.dtype], torch.get_num_threads()
         )
         if done != count:
-            raise IndexError(f"operation {first + done}: a position, slot or block lies outside its table")
+            raise IndexError(f"operation {done}: a position, slot or block lies outside its table")
 
-    def _add(self, kind: int, arguments: ctypes.Structure, kept: object = None, **fields: int) -> None:
-        self._kept += [arguments, kept]
+    def _inputs(self, num_tokens: int, metadata: AttentionMetadata) -> StepInputs:
+        table = metadata.block_table
+        if not is_usual(metadata):
+            raise ValueError("the metadata is contiguous int32")
+        return StepInputs(
+            query_start_loc=metadata.query_start_loc.data_ptr(),
+            seq_lens=metadata.seq_lens.data_ptr(),
+            block_table=table.data_ptr(),
+            num_tokens=num_tokens,
+            num_seqs=len(metadata.seq_lens),
+            table_stride=table.stride(0),
+            table_width=table.shape[1],
+            num_done=ctypes.addressof(self._num_done),
+        )
+
+    def _refuse_behind_keep(self) -> None:
+        if any(operation.kind == _KEEP for operation in self._operations):
+            raise ValueError("kept tokens have no positions or slots")
+
+    def _add(self, kind: int, arguments: ctypes.Structure, held: object = None, **fields: int) -> None:
+        self._held += [arguments, held]
         self._operations.append(Operation(kind=kind, arguments=ctypes.addressof(arguments), **fields))

@@ -146,26 +146,34 @@ struct QuantizedTile {
         for (; panel < end; panel += kGroupPanels) sweep_rows(*this, panel, smaller(end, panel + kGroupPanels));
     }
 
-    // A block of rows or more over the panels of a record, block after block, each of which asks for its part of the record of panel
-    // `next`; -1: of none. The last block begins early enough to be whole, as in linear.h.
+    // More than a block of rows over the panels of a record, block after block, each of which asks for its part of the record of panel
+    // `next`; -1: of none. Two blocks read faster than they are answered, and ask again.
     void run_record(long panel, long next) const {
+        operands.rows <= 2 * kBlockRows ? run_blocks<512>(panel, next) : run_blocks<0>(panel, next);
+    }
+
+  private:
+    // The last block begins early enough to be whole, or half a block, as in linear.h.
+    template <long kAgain>
+    INLINE void run_blocks(long panel, long next) const {
+        constexpr int half = kBlockRows / 2;
         const long rows = operands.rows, blocks = ceil_div(rows, kBlockRows), steps = ceil_div(records.k, Format::kPack);
         const long bytes = next < 0 || steps == 0 ? 0 : ceil_div(records.groups * records.record_bytes(next), blocks * steps);  // for a step
-        Ahead<1, 2> ahead{{(const char*)packed + records.scales_at(next < 0 ? panel : next)}, bytes};
+        Ahead<1, 2, kAgain> ahead{{(const char*)packed + records.scales_at(next < 0 ? panel : next)}, bytes};
         for (long row = 0; row < rows; row += kBlockRows, ahead.at[0] += steps * bytes) {
-            const long first = smaller(row, rows - kBlockRows);
-            if (records.width(panel) == kRecordPanels) {
-                multiply<kBlockRows, kRecordPanels>(first, panel, ahead);
+            if (records.width(panel) < kRecordPanels) {
+                multiply<kBlockRows, 1>(smaller(row, rows - kBlockRows), panel, ahead);
+            } else if (rows - row <= half) {
+                multiply<half, kRecordPanels>(rows - half, panel, ahead);
             } else {
-                multiply<kBlockRows, 1>(first, panel, ahead);
+                multiply<kBlockRows, kRecordPanels>(smaller(row, rows - kBlockRows), panel, ahead);
             }
         }
     }
 
-  private:
     static void go_on(const Prefetch&, long) {}
-    template <int P, int kCache>
-    static INLINE void go_on(Ahead<P, kCache>& ahead, long steps) {
+    template <int P, int kCache, long kAgain>
+    static INLINE void go_on(Ahead<P, kCache, kAgain>& ahead, long steps) {
         UNROLL for (int p = 0; p < P; p++) ahead.at[p] += steps * ahead.stride;
     }
 };
@@ -188,7 +196,7 @@ void run_tile(const Tile& tile, const LinearArguments& layer, long threads) {
     const long panels = tile.records.panels;
     const double work = (double)tile.operands.rows * layer.n * layer.k;
     if constexpr (Tile::kAsksForNext) {
-        if (tile.operands.rows >= kStreamRows) return run_many(tile, layer, threads);
+        if (tile.operands.rows > kBlockRows) return run_many(tile, layer, threads);
     }
     parallel_ranges(ceil_div(panels, kGroupPanels), 1, work, threads, [&](long begin, long end) {
         tile.run(begin * kGroupPanels, smaller(panels, end * kGroupPanels));

@@ -129,7 +129,7 @@ struct TopBounds {
 // The bounds of many rows from their products as these are made, which are written nowhere. False where there is no kernel for that.
 INLINE bool tops_of_products(const QuantizedArguments& rough, const RoundedRows<RoundedPanel>& rows, const TopBounds& tops, long threads) {
 #if defined(__AVX512VNNI__) && !defined(NOVA_TILES)
-    if (tops.num_rows < kStreamRows || tops.num_rows > kTileRows) return false;  // one tile of as many as `run_many` wants
+    if (tops.num_rows <= kBlockRows || tops.num_rows > kTileRows) return false;  // one tile of as many as `run_many` wants
     const auto output_at = [&](long first) {
         TopBounds output = tops;
         output.first_row = first;

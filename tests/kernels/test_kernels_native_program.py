@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionMetadata
+from kernels.backend import AttentionMetadata, Kept
 from kernels.cpu_backend import CpuBackend
 from tests.kernels.native_cases import CPU, ISAS
 
@@ -169,24 +169,52 @@ def test_wrong_indices_when_several_operations_meet_them_then_the_first_one_is_t
     program.run(good, torch.arange(4), metadata(4))
 
 
-def test_a_program_when_cut_then_its_parts_run_by_themselves_over_the_same_buffers() -> None:
+@pytest.mark.parametrize("index", [(3,), (0, 2, 3), (0, 1, 2, 3), ()])
+def test_a_program_when_tokens_are_kept_then_it_goes_on_with_their_rows_alone(index: tuple[int, ...]) -> None:
     program = CpuBackend().program(CAPACITY, torch.float32)
     assert program is not None
-    x, y, z = (program.buffer(name, DIM) for name in "xyz")
-    x.copy_(torch.arange(1.0, CAPACITY * DIM + 1).view(CAPACITY, DIM))
-    weight = torch.ones(DIM)
-    program.rms_norm(x, weight, y, 0.0, 0.0)
-    program.cut()
-    program.rms_norm(y, 2 * weight, z, 0.0, 0.0)
-    positions = torch.zeros(CAPACITY, dtype=torch.int64)
-    program.run(positions, positions, metadata(CAPACITY))
-    whole = z.clone()
-    y.fill_(0.0)
-    z.fill_(0.0)
-    program.run(positions, positions, metadata(CAPACITY), part=0)
-    assert z.count_nonzero() == 0
-    y[0] = y[3]
-    program.run(positions[:1], positions[:1], metadata(1), part=1)
-    assert torch.equal(z[0], whole[3])
-    assert z[1:].count_nonzero() == 0
-    assert program.num_done == 4
+    x, y, z, wide = (
+        program.buffer(name, width) for name, width in (("x", DIM), ("y", DIM), ("z", DIM), ("w", 2 * DIM))
+    )
+    numbers = torch.arange(1.0, CAPACITY * 2 * DIM + 1).view(CAPACITY, 2 * DIM)
+    program.rms_norm(x, torch.ones(DIM), y, 0.0, 0.0)
+    program.keep(y, wide.view(CAPACITY, 2, DIM)[:, :1])
+    program.rms_norm(y, torch.full((DIM,), 2.0), z, 0.0, 0.0)
+
+    def run(kept: Kept | None) -> Tensor:
+        x.copy_(numbers[:, DIM:])
+        wide.copy_(numbers)
+        z.zero_()
+        program.run(
+            torch.zeros(CAPACITY, dtype=torch.int64), torch.zeros(CAPACITY, dtype=torch.int64), metadata(4), kept
+        )
+        return z.clone()
+
+    whole = run(None)
+    assert torch.equal(wide, numbers)
+    some, count = run((torch.tensor(index, dtype=torch.int64), metadata(len(index)))), len(index)
+    assert torch.equal(some[:count], whole[list(index)])
+    assert some[count:].count_nonzero() == 0
+    assert torch.equal(wide[:count, :DIM], numbers[list(index), :DIM])
+    assert torch.equal(wide[:, DIM:], numbers[:, DIM:])
+    assert program.num_done == 8
+
+
+def test_kept_tokens_that_are_none_of_a_step_when_run_then_refused() -> None:
+    program = CpuBackend().program(CAPACITY, torch.float32)
+    assert program is not None
+    x, positions = program.buffer("x", HEADS * DIM), torch.zeros(CAPACITY, dtype=torch.int64)
+    program.keep(x)
+    for index in ([4], [-1], [2, 0], [1, 1], [0, 1, 2, 3, 3]):
+        with pytest.raises(IndexError, match="operation 0:"):
+            program.run(positions, positions, metadata(4), (torch.tensor(index), metadata(len(index))))
+    for wrong in (torch.tensor([1], dtype=torch.int32), torch.tensor([[1]]), torch.arange(4)[::2]):
+        with pytest.raises(ValueError, match="which tokens are kept"):
+            program.run(positions, positions, metadata(4), (wrong, metadata(len(wrong))))
+    with pytest.raises(ValueError, match="as many as it has room for"):
+        program.keep(x[:2])
+    query = x.view(CAPACITY, HEADS, DIM)
+    with pytest.raises(ValueError, match="no positions"):
+        program.rotary(query, query, torch.randn(LONGEST, 2, DIM // 2))
+    with pytest.raises(ValueError, match="no positions"):
+        program.store_kv(query, query, *CpuBackend().allocate_kv_cache(1, 16, HEADS, DIM, torch.float32, CPU))

@@ -16,7 +16,7 @@ from tests.kernels.native_cases import DTYPES, ISAS, TOLERANCE, relative_error, 
 
 pytestmark = pytest.mark.stage0
 
-ROWS = (1, 2, 3, 5, 7, 8, 13, 16, 33, 64, 96, 100)
+ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 13, 15, 16, 20, 33, 64, 96, 100)
 SHAPES = ((1, 1), (16, 8), (17, 33), (48, 64), (100, 65), (163, 259), (40, 640), (163, 1088))
 SCHEMES = (W8A8, replace(W8A8, group=64), replace(W8A8, group=320))
 

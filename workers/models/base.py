@@ -17,7 +17,7 @@ KvCaches = list[tuple[Tensor, Tensor]]  # per layer (key_cache, value_cache), as
 class KeptTokens:
     """Those of a step whose hidden states are wanted: the last layer does no more for others than store their KV."""
 
-    index: Tensor  # [K] int64, in T
+    index: Tensor  # [K] int64, in T, rising
     metadata: AttentionMetadata  # of these tokens alone, over the same contexts
 
 

@@ -138,23 +138,19 @@ class DecoderLayer:
 
     def record(
         self, program: Program, place: Place, kv_cache: tuple[Tensor, Tensor], *, is_first: bool, is_last: bool
-    ) -> Tensor:
-        """The call, for `program`; returns the queries [capacity, H, D]. The last layer is cut behind its `take_in`.
-
-        Raises ValueError if it has a part that cannot be recorded.
-        """
+    ) -> None:
+        """The call, for `program`. Raises ValueError if it has a part that cannot be recorded."""
         if self._residual_multiplier != 1.0 or not isinstance(self._mlp, Mlp):
             raise ValueError("a scaled residual or a mixture of experts cannot be recorded")
         place.next_input(program, self._before_attention, has_update=not is_first)
         query = self._attention.record_take_in(program, place.x, kv_cache)
         if is_last:
-            program.cut()
+            program.keep(place.residual, query)
         self._attention.record_attend(program, query, place.update, kv_cache)
         place.norm_update(program, self._after_attention)
         place.next_input(program, self._before_mlp, has_update=True)
         self._mlp.record(program, place.x, place.update)
         place.norm_update(program, self._after_mlp)
-        return query
 
     def _finish(self, update: Tensor, norm: RmsNorm | None) -> Tensor:
         if norm is not None:

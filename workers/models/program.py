@@ -50,8 +50,8 @@ class Recordable(Protocol):
 
     def record(
         self, program: Program, place: Place, kv_cache: tuple[Tensor, Tensor], *, is_first: bool, is_last: bool
-    ) -> Tensor:
-        """Append its kernels, with a cut where the last layer's KV is stored; returns the queries [capacity, H, D]."""
+    ) -> None:
+        """Append its kernels; once the last layer's KV is stored, for the kept tokens alone."""
         ...
 
 
@@ -61,7 +61,6 @@ class LayerProgram:
 
     program: Program
     place: Place
-    query: Tensor  # [capacity, H, D], the last layer's behind the cut
 
     @property
     def capacity(self) -> int:
@@ -70,18 +69,10 @@ class LayerProgram:
 
     def __call__(self, residual: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """residual [T, hidden], positions [T] -> [K, hidden] of the kept tokens, valid until the next call."""
-        slots, kept = batch.slot_mapping, batch.kept
         self.place.residual[: len(residual)].copy_(residual)
-        if kept is None:
-            self.program.run(positions, slots, batch.metadata)
-            return self.place.x[: len(residual)]
-        self.program.run(positions, slots, batch.metadata, part=0)
-        num_kept = len(kept.index)
-        if num_kept:
-            for rows in (self.place.residual, self.query):
-                rows[:num_kept] = rows[kept.index]
-            self.program.run(positions[kept.index], slots[kept.index], kept.metadata, part=1)
-        return self.place.x[:num_kept]
+        kept = None if batch.kept is None else (batch.kept.index, batch.kept.metadata)
+        self.program.run(positions, batch.slot_mapping, batch.metadata, kept)
+        return self.place.x[: len(positions if kept is None else kept[0])]
 
 
 def record_layers(
@@ -92,13 +83,12 @@ def record_layers(
     if program is None:
         return None
     place = Place(*(program.buffer(name, spec.hidden_size) for name in ("residual", "update", "x")))
-    query = place.x
     try:
         for index, (layer, kv_cache) in enumerate(zip(layers, kv_caches, strict=True)):
             is_last = index == len(layers) - 1
-            query = layer.record(program, place, kv_cache, is_first=index == 0, is_last=is_last)
+            layer.record(program, place, kv_cache, is_first=index == 0, is_last=is_last)
         place.next_input(program, norm, has_update=True)
     except ValueError as reason:
         _log.info("the layers run one by one: %s", reason)
         return None
-    return LayerProgram(program, place, query)
+    return LayerProgram(program, place)
