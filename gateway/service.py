@@ -40,6 +40,7 @@ BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
 QUEUED_CACHES = 8  # tokens that may wait, where no number is given, in terms of what the KV cache holds
 DEADLINE_GRACE = 1.0  # seconds
+FIGURES_PATIENCE = 5.0  # seconds; a scraper has ten by default
 STATS_SECONDS = 5.0  # older figures of the engine prove nothing
 
 
@@ -154,6 +155,12 @@ class GatewayService:
         if self._is_successor and self.client.limits is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.client.wait_ready(), self.config.server.orphan_grace)
+
+    async def wait_for_figures(self) -> None:
+        """In the place of a gateway that died: return when an engine has told its figures, or after seconds."""
+        if self._is_successor and all(link.session.stats is None for link in self.client.links.values()):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.client.wait_ready(with_figures=True), FIGURES_PATIENCE)
 
     @property
     def max_model_len(self) -> int:

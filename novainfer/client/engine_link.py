@@ -105,12 +105,13 @@ class EngineLink:
         """Seconds since the last `EngineStats`."""
         return time.monotonic() - self.session.stats_at
 
-    async def wait_ready(self) -> EngineInfo:
-        """Return once the engine has said that it is ready."""
-        while self.session.info is None or not self.session.info.ready:
+    async def wait_ready(self, *, with_figures: bool = False) -> EngineInfo:
+        """Return once the engine has said that it is ready; with_figures: and how it gets on, which is next."""
+        session = self.session
+        while session.info is None or not session.info.ready or (with_figures and session.stats is None):
             await self._ready.wait()
             self._ready.clear()
-        return self.session.info
+        return session.info
 
     # -- questions ----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from novainfer.transport.addresses import Endpoint
 from tests.fakes import ScriptedScheduler, oracle_tokens
 from tests.online.conftest import Pair
 from tests.online.gateways import GatewayThread, config_for
+from tests.replica import ReplicaThread
 
 pytestmark = pytest.mark.stage2
 
@@ -62,24 +63,32 @@ def test_given_a_gateway_that_replaces_another_one_when_the_engine_is_not_there_
     endpoint = Endpoint(f"ipc://{tmp_path}/s")
     gateway = GatewayThread(config_for(tiny_model), endpoint, is_successor=True)
     answers: list[int] = []
+    scrapes: list[str] = []
 
     def ask() -> None:
         with gateway.http() as http:
             answers.append(http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while not gateway.server.server_state.connections:
-        assert asking.is_alive()
+    def scrape() -> None:
+        with gateway.http() as http:
+            scrapes.append(http.get("/metrics").text)
+
+    clients = [threading.Thread(target=act) for act in (ask, scrape)]
+    for client in clients:
+        client.start()
+    while len(gateway.server.server_state.connections) < len(clients):
+        assert all(client.is_alive() for client in clients)
     with gateway.http() as http:
         assert http.get("/readyz").status_code == 503
-    scheduler = ScriptedScheduler(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size)
+    scheduler = ReplicaThread(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size)
     try:
-        asking.join(30.0)
+        for client in clients:
+            client.join(30.0)
         assert answers == [200]
+        assert "novainfer_num_requests_running{" in scrapes[0]
     finally:
-        scheduler.close()
         gateway.close()
+        scheduler.close()
 
 
 def test_given_a_loading_engine_when_it_gets_ready_then_probes_change(
