@@ -209,8 +209,9 @@ class CpuBackend:
 
     def pack_head(self, weight: Tensor | Deferred, scheme: WeightScheme | None = None) -> Linear:
         """With rougher weights beside its own, if it is large."""
-        if scheme is None and self._library is not None and weight.dtype in DTYPES and can_screen(weight):
-            return ScreenedLinear(self._library, weight)
+        library = self._library
+        if library is not None and weight.dtype in DTYPES and can_screen(library, weight, scheme):
+            return ScreenedLinear(library, weight, scheme)
         return self.pack_linear(weight, None, scheme)
 
     def pick(self, head: Linear, x: Tensor, params: MakeSampling) -> tuple[Tensor, Tensor] | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kernels.backend import SamplingTensors
 from kernels.checks import check_sampling_tensors
-from kernels.linear.cpu import ROUNDED, LinearArguments, PackedLinear
+from kernels.linear.cpu import ROUNDED, PackedLinear
 from kernels.linear.quantized import QuantizedArguments, QuantizedLinear
 from kernels.linear.schemes import WeightScheme
 from kernels.native.library import DTYPES, LANES, NativeLibrary
@@ -27,6 +28,8 @@ _LONGEST_PAUSE = 64  # calls that do not even try, once more and more have been 
 # Rows of eight bits are multiplied twice as fast as bf16 ones. The longer a group, the more of that is left by what is
 # done behind each; the shorter, the less is lost.
 ROUGH = WeightScheme("rough", bits=8, group=256, rounds_rows=True)
+# Instruction sets that multiply rows of eight bits faster than others over the same integers, and round no others.
+_FASTER = ("amxbf16", "avx512bf16")
 # By how much a logit, or a rough one, may miss the product of its row and weights, over the product of their norms: a
 # sum in fp32 of K products that are added one after the other errs by K * 2^-24 at most, and few roundings follow.
 _SUM_ERROR = 2.0**-24
@@ -39,7 +42,7 @@ class ScreenArguments(ctypes.Structure):
     """Mirrors the struct of the same name in native/screen_bounds.h."""
 
     _fields_ = [
-        ("layer", LinearArguments),
+        ("exact", QuantizedArguments),
         ("rough", QuantizedArguments),
         ("reach", ctypes.c_void_p),
         ("size", ctypes.c_void_p),
@@ -48,28 +51,36 @@ class ScreenArguments(ctypes.Structure):
     ]
 
 
-class ScreenedLinear(PackedLinear):
-    """Beside the weight itself `rough`, its integers of eight bits, for rows of eight bits.
+class ScreenedLinear:
+    """A layer, and beside it `rough`, its integers of eight bits, for rows of eight bits.
 
     reach, size [N] float32: a logit and its rough one are no further from each other than the first times the norm of
     a row and the second times the norm of what rounding takes away from the row.
     """
 
-    def __init__(self, library: NativeLibrary, weight: Tensor | Deferred) -> None:
-        """weight [N, K] in bf16, fp16 or fp32, for which `can_screen` holds."""
-        super().__init__(library, weight)
-        n, k = weight.shape
+    def __init__(self, library: NativeLibrary, weight: Tensor | Deferred, scheme: WeightScheme | None = None) -> None:
+        """weight [N, K] in bf16, fp16 or fp32, for which `can_screen` holds; quantised if there is a scheme."""
+        self.out_features, self.in_features = n, k = weight.shape
         self._screen = library.screen
-        self.rough = QuantizedLinear.quantizing(library, weight, None, ROUGH, is_measured=True)
+        if scheme is None:
+            self.layer: PackedLinear | QuantizedLinear = PackedLinear(library, weight)
+            exact: ctypes.Structure = QuantizedArguments(self.layer.arguments_for(ROUNDED))
+        else:
+            self.layer = QuantizedLinear.quantizing(library, weight, None, scheme)
+            exact = self.layer.arguments_for(ROUNDED)
+        rough = ROUGH if scheme is None else replace(ROUGH, group=scheme.group)
+        self.rough = QuantizedLinear.quantizing(library, weight, None, rough, is_measured=True)
         assert self.rough.squares is not None
         lost, weights = self.rough.squares.double().sqrt()
+        if scheme is not None:  # the same integers and scales: what is lost, the layer has lost, too
+            lost, weights = torch.zeros_like(lost), weights + lost
         # These are errors of two sums; the rough weights' norm is that of the weights and of what they lack at most.
         error = 4 * (k + 1) * _SUM_ERROR
         self.reach = ((lost * (1 + error) + weights * error) * _MARGIN + math.sqrt(k) * _UNSEEN).float()
         self.size = ((weights + lost) * _MARGIN + math.sqrt(k) * _UNSEEN).float()
         self._largest = float(weights.max()) * _MARGIN
         self._arguments = ScreenArguments(
-            self.arguments_for(ROUNDED),
+            exact,
             self.rough.arguments_for(DTYPES[torch.float32]),
             self.reach.data_ptr(),
             self.size.data_ptr(),
@@ -80,6 +91,14 @@ class ScreenedLinear(PackedLinear):
         self._pause = 0  # calls that do not try
         self._next_pause = 1
 
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """All logits, as the layer gives them."""
+        return self.layer(x, out_dtype)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The same numbers in float32."""
+        return self.layer.in_float32(x)
+
     def pick(self, x: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor] | None:
         """What `KernelBackend.choose` makes of the logits of x [M, K], without most of them; None: it needs all."""
         if not math.isfinite(self._largest) or len(x) > _MOST_ROWS:
@@ -87,7 +106,7 @@ class ScreenedLinear(PackedLinear):
         if self._pause:
             self._pause -= 1
             return None
-        x = self.checked(x)
+        x = self.layer.checked(x)
         out, is_bad = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
         rows = self._rows_of(params, out, is_bad)
         addresses = ctypes.addressof(self._arguments), ctypes.addressof(rows)
@@ -108,7 +127,9 @@ class ScreenedLinear(PackedLinear):
         return arguments
 
 
-def can_screen(weight: Tensor | Deferred) -> bool:
-    """Whether `ScreenedLinear` is for weight [N, K]."""
+def can_screen(library: NativeLibrary, weight: Tensor | Deferred, scheme: WeightScheme | None) -> bool:
+    """Whether `ScreenedLinear` is for weight [N, K] with that scheme."""
     n, k = weight.shape
+    if scheme is not None and (scheme.bits != 8 or scheme.rounds_rows or library.isa not in _FASTER):
+        return False
     return n % _COLUMNS == 0 and n * k >= LEAST_WEIGHTS

@@ -97,5 +97,5 @@ EXPORT(sample)(const SampleArguments* args, int64_t threads) {
 
 // Returns what became of it; see screen.h.
 EXPORT(screen)(const ScreenArguments* args, const SampleArguments* rows, const void* x, int64_t x_stride, int64_t threads) {
-    BY_DTYPE(args->layer.dtype, return screen(*args, *rows, (const T*)x, x_stride, threads));
+    BY_DTYPE(args->rough.layer.dtype, return screen(*args, *rows, (const T*)x, x_stride, threads));
 }

@@ -4,7 +4,8 @@
 // it lies: the difference of both weights' products with a row is no larger than the product of its norm with the norm of what rounding
 // took away (Cauchy, Schwarz), and so on for what it took away from the row. Logits that cannot be the largest, or cannot with their noise,
 // are never computed; the others are, by the layer itself, and choose the token. Of rows with top-k those are left out that cannot be among
-// the k. So it is the token that all logits would have chosen, from half of the bytes that sixteen bits take.
+// the k. So it is the token that all logits would have chosen, from half of the bytes that sixteen bits take. Where the weights are
+// integers of eight bits, the copy has the same ones, and is multiplied in half of the time, or less.
 #pragma once
 
 #include "sampling.h"
@@ -32,7 +33,7 @@ struct Screen {
     const float* rough;  // [rows, n]
     const float* norms;  // as TopBounds has them
     WantedPairs wanted;
-    long n = args.layer.n;
+    long n = args.rough.layer.n;
 
     Bounds<T> bounds(long row) const { return {rough + row * n, args.reach, args.size, splat(norms[row]), splat(norms[rows.rows + row])}; }
     bool is_greedy(long row) const { return rows.temperature[row] == 0.0f; }
@@ -127,9 +128,9 @@ struct Screen {
     // Logits [rows][32] of a pair: of those rows that want it, if these are few.
     void compute(long pair, const T* x, long x_stride, float* logits) const {
         const uint64_t wanting = wanted.rows[pair];
-        if (__builtin_popcountll(wanting) > kFewWanting) return linear_pair(args.layer, pair, x, x_stride, logits, rows.rows);
+        if (__builtin_popcountll(wanting) > kFewWanting) return compute_rows(pair, x, x_stride, logits, rows.rows);
         for (long row = 0; row < rows.rows; row++) {
-            if (wanted.has(pair, row)) linear_pair(args.layer, pair, x + row * x_stride, x_stride, logits + row * kPairColumns, 1);
+            if (wanted.has(pair, row)) compute_rows(pair, x + row * x_stride, x_stride, logits + row * kPairColumns, 1);
         }
     }
 
@@ -152,6 +153,11 @@ struct Screen {
     }
 
   private:
+    void compute_rows(long pair, const T* x, long x_stride, float* logits, long count) const {
+        if (args.exact.bits == 0) return linear_pair(args.exact.layer, pair, x, x_stride, logits, count);
+        quantized_pair(args.exact, pair, x, x_stride, logits, count);
+    }
+
     // Beside what is not among the top_k all others might as well be forbidden.
     long winner_of_top(long row, const float* logits, const int32_t* pairs, long count) const {
         static thread_local Scratch scratch;
@@ -200,7 +206,7 @@ bool may_screen(const ScreenArguments& args, const SampleArguments& rows, long r
     if (!(norm > kLeastNorm && most < (std::is_same_v<T, Fp16> ? kMostHalfLogit : kMostLogit))) return false;
     if (rows.temperature[row] == 0.0f) return true;
     if (!(most / rows.temperature[row] < kMostLogit)) return false;
-    if (rows.top_k[row] > 0 && rows.top_k[row] < args.layer.n) return rows.top_k[row] <= args.most_pairs;
+    if (rows.top_k[row] > 0 && rows.top_k[row] < args.rough.layer.n) return rows.top_k[row] <= args.most_pairs;
     return rows.top_p[row] >= 1.0f && rows.min_p[row] <= 0.0f;  // these weigh an id against all others
 }
 
@@ -229,10 +235,10 @@ constexpr int64_t kNeedsAll = 0, kIsDone = 1, kInVain = 2;  // what becomes of r
 template <class T>
 int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T* x, long x_stride, long threads) {
     static thread_local Scratch integer_memory, rough_memory, small_memory, second_memory, highest_memory, lowest_memory, wanted_memory, pair_memory, logit_memory;
-    const long n = args.layer.n, m = rows.rows, num_pairs = n / kPairColumns;
+    const long n = args.rough.layer.n, k = args.rough.layer.k, m = rows.rows, num_pairs = n / kPairColumns;
     float* norms = small_memory.get<float>(2 * m);
     for (long row = 0; row < m; row++) {
-        const double norm = norm_of(x + row * x_stride, args.layer.k);
+        const double norm = norm_of(x + row * x_stride, k);
         if (!may_screen<T>(args, rows, row, norm)) return kNeedsAll;
         norms[row] = (float)(norm * 1.001);  // its own error, and this product's
     }
@@ -260,7 +266,7 @@ int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T
     const long count = take_wanted(screen.wanted, num_pairs, args.most_pairs, pairs);
     if (count < 0) return kInVain;
     float* logits = logit_memory.get<float>(count * m * kPairColumns);
-    parallel_for(count, (double)count * m * kPairColumns * args.layer.k, threads, [&](long i) {
+    parallel_for(count, (double)count * m * kPairColumns * k, threads, [&](long i) {
         screen.compute(pairs[i], x, x_stride, logits + i * m * kPairColumns);
     });
     parallel_for(m, kElementWork * m * count * kPairColumns, threads, [&](long row) {

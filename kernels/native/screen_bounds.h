@@ -5,7 +5,7 @@
 
 // Mirrored by `kernels.linear.screened.ScreenArguments`.
 struct ScreenArguments {
-    LinearArguments layer;     // to kRounded, without a bias; n is a multiple of 64
+    QuantizedArguments exact;  // the layer, to kRounded, without a bias; n is a multiple of 64. bits is 0: its weights are no integers
     QuantizedArguments rough;  // its weights in eight bits, for rows in eight bits, to float32
     const float *reach, *size; // [n]: a logit and its rough one are no further apart than the first times a row's norm and the second times
                                // the norm of what rounding took away from it
@@ -40,7 +40,7 @@ struct RoughRows {
     long x_stride, m;
     float* lost;     // [m]: above the norm of what is in no integer
     int32_t* second; // [m]: which row has what the first integers lack, or 0
-    long k = args.layer.k, group = args.rough.group;
+    long k = args.rough.layer.k, group = args.rough.group;
 
     // Returns how many there are, of both kinds.
     long round(Scratch& integer_memory, Integers& integers) const {
@@ -114,7 +114,7 @@ struct TopBounds {
 
     // rough: [count][32].
     NOINLINE void note(long row, long pair, const float* rough, long count) const {
-        const long id = pair * kPairColumns, num_pairs = args.layer.n / kPairColumns;
+        const long id = pair * kPairColumns, num_pairs = args.rough.layer.n / kPairColumns;
         const Vec reach[2] = {load(args.reach + id), load(args.reach + id + kLanes)}, size[2] = {load(args.size + id), load(args.size + id + kLanes)};
         Vec* tops = lowest + this_thread * num_rows;
         for (const long end = row + count; row < end; row++, rough += kPairColumns) {

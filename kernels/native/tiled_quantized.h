@@ -263,4 +263,16 @@ void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride,
     }
 }
 
+// The same of one pair of panels, whole columns of a layer without a bias: y [m, 32].
+template <class T>
+void quantized_pair(const QuantizedArguments& args, long pair, const T* x, long x_stride, void* y, long m) {
+    static_assert(kRecordPanels == 2);
+    const long pack = kChunkBytes * 8 / (kLanes * args.bits);
+    const long panel_bytes = ceil_div(args.layer.k, args.group) * kScaleBytes + ceil_div(args.layer.k, pack) * kChunkBytes;
+    QuantizedArguments one = args;
+    one.layer.n = 2 * kLanes;
+    one.layer.packed = (const uint8_t*)args.layer.packed + pair * 2 * panel_bytes;
+    quantized_linear(one, x, x_stride, y, m, 1);
+}
+
 }  // namespace

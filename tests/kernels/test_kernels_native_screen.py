@@ -11,17 +11,21 @@ from torch import Tensor
 from kernels.backend import SamplingTensors
 from kernels.cpu_backend import CpuBackend
 from kernels.linear import screened
-from kernels.linear.cpu import PackedLinear
 from kernels.linear.reference import widened_rows
+from kernels.linear.schemes import INT4, INT8, W8A8, WeightScheme
 from kernels.linear.screened import ScreenedLinear
 from kernels.native.library import load_library
 from tests.kernels.builders import sampling_tensors
-from tests.kernels.native_cases import CPU, DTYPES, ISAS
+from tests.kernels.native_cases import CPU, DTYPES, ISAS, WIDE_ROWS
 
 pytestmark = pytest.mark.stage0
 
 SHAPES = ((64, 1), (320, 96), (4096, 160), (9600, 128))
 TEMPERATURES = ([0.0], [1.0], [0.0, 0.7, 1.3, 1e-3, 30.0])
+# Whose heads can be screened, quantised or not.
+HEADS = [(isa, dtype, None) for isa in ISAS for dtype in DTYPES] + [
+    (isa, dtype, INT8) for isa in ISAS for dtype in DTYPES if isa not in WIDE_ROWS or dtype != torch.bfloat16
+]
 
 
 def params(num_rows: int, **columns: list[float]) -> SamplingTensors:
@@ -30,7 +34,7 @@ def params(num_rows: int, **columns: list[float]) -> SamplingTensors:
     return sampling_tensors(CPU, num_rows, **{**seeds, **columns})
 
 
-def chosen(backend: CpuBackend, head: PackedLinear, x: Tensor, rows: SamplingTensors) -> tuple[Tensor, Tensor]:
+def chosen(backend: CpuBackend, head: ScreenedLinear, x: Tensor, rows: SamplingTensors) -> tuple[Tensor, Tensor]:
     """From all logits."""
     return backend.choose(head.in_float32(x), rows)
 
@@ -54,26 +58,24 @@ def loosened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screened, "_MOST_PART", 1.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "dtype", "scheme"), HEADS)
 def test_random_rows_of_every_number_when_picked_then_tokens_are_those_of_all_logits(
-    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    isa: str, dtype: torch.dtype, scheme: WeightScheme | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loosened(monkeypatch)
     backend, library = CpuBackend(isa), load_library(isa)
     for n, k in SHAPES:
         torch.manual_seed(n + k)
-        head = ScreenedLinear(library, torch.randn(n, k).to(dtype))
+        head = ScreenedLinear(library, torch.randn(n, k).to(dtype), scheme)
         for rows in (1, 2, 5, 9, 12, 15, 16, 19, 32):
             for temperature in TEMPERATURES:
                 x = (torch.randn(rows, 2 * k) * torch.logspace(-3, 1, rows)[:, None]).to(dtype)[:, ::2]
                 assert_picks(backend, head, x, params(rows, temperature=temperature))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "dtype", "scheme"), HEADS)
 def test_outputs_that_hardly_differ_when_picked_then_ties_go_to_the_lowest_id(
-    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    isa: str, dtype: torch.dtype, scheme: WeightScheme | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loosened(monkeypatch)
     backend, library = CpuBackend(isa), load_library(isa)
@@ -81,11 +83,11 @@ def test_outputs_that_hardly_differ_when_picked_then_ties_go_to_the_lowest_id(
     base = torch.randn(1, 256)
     weight = (base * (1 + 1e-3 * torch.randn(1280, 1)) + 1e-3 * torch.randn(1280, 256)).to(dtype)
     weight[[700, 900, 1111]] = weight[123].clone()
-    head = ScreenedLinear(library, weight)
+    head = ScreenedLinear(library, weight, scheme)
     x = torch.cat([base, weight[123:124].float(), -base, torch.randn(6, 256)]).to(dtype)
     for temperature in TEMPERATURES:
         assert_picks(backend, head, x, params(len(x), temperature=temperature))
-    same = ScreenedLinear(library, weight[:1].expand(1280, 256).contiguous())
+    same = ScreenedLinear(library, weight[:1].expand(1280, 256).contiguous(), scheme)
     picked = backend.pick(same, x, lambda: params(len(x)))
     assert picked is not None
     assert picked[0].tolist() == [0] * len(x)
@@ -104,10 +106,9 @@ def test_noise_that_is_rounded_away_when_picked_then_the_lowest_of_what_it_makes
     assert_picks(CpuBackend(isa), head, x, rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "dtype", "scheme"), HEADS)
 def test_logits_that_differ_by_rounding_alone_when_picked_then_their_own_bits_decide(
-    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    isa: str, dtype: torch.dtype, scheme: WeightScheme | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each output has the same products in another order, and they sum to almost nothing."""
     loosened(monkeypatch)
@@ -118,17 +119,16 @@ def test_logits_that_differ_by_rounding_alone_when_picked_then_their_own_bits_de
         numbers[1::2] = -numbers[: k - k % 2 : 2]
         numbers[-1] *= 1 - k % 2
         weight = torch.stack([numbers[torch.randperm(k)] for _ in range(640)]).to(dtype)
-        head, x = ScreenedLinear(library, weight), torch.full((20, k), 0.05, dtype=dtype)
+        head, x = ScreenedLinear(library, weight, scheme), torch.full((20, k), 0.05, dtype=dtype)
         x[3:] *= torch.arange(1, 18)[:, None]
-        assert len(set(head.in_float32(x)[0].tolist())) > 3
+        assert scheme is not None or len(set(head.in_float32(x)[0].tolist())) > 3  # integers cancel out
         assert_picks(backend, head, x, params(20))
         assert_picks(backend, head, x, params(20, temperature=[1e-3]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "dtype", "scheme"), HEADS)
 def test_numbers_that_eight_bits_lose_when_they_decide_then_they_do(
-    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    isa: str, dtype: torch.dtype, scheme: WeightScheme | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One weight of each group is so large that the others become zero, and meets nothing in a row; and such rows."""
     loosened(monkeypatch)
@@ -137,13 +137,13 @@ def test_numbers_that_eight_bits_lose_when_they_decide_then_they_do(
     weight, x = torch.randn(640, 256), torch.randn(7, 256)
     weight[:, ::128] = 1500.0
     x[:, ::128] = 0.0
-    head = ScreenedLinear(library, weight.to(dtype))
+    head = ScreenedLinear(library, weight.to(dtype), scheme)
     for temperature in TEMPERATURES:
         assert_picks(backend, head, x.to(dtype), params(7, temperature=temperature))
     weight[:, ::128] = 1e-3 * torch.randn(640, 2)
     x[:, ::128] = 1000.0
     x[3:, 5::64] = 3.0
-    assert_picks(backend, ScreenedLinear(library, weight.to(dtype)), x.to(dtype), params(7))
+    assert_picks(backend, ScreenedLinear(library, weight.to(dtype), scheme), x.to(dtype), params(7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,6 +170,29 @@ def test_logits_when_compared_with_rough_ones_then_no_further_away_than_was_said
         assert float(error.max()) <= 1.0
         assert float(error[9:].amax(1).min()) > 0.7  # so near are these rows
         assert float((reach[:9] / logits[:9].abs().amax(1, keepdim=True)).mean()) < 0.1  # or nothing would be spared
+
+
+@pytest.mark.parametrize(("isa", "dtype", "scheme"), HEADS)
+def test_logits_of_integers_when_compared_with_rough_ones_then_rows_alone_lose(
+    isa: str, dtype: torch.dtype, scheme: WeightScheme | None
+) -> None:
+    library = load_library(isa)
+    torch.manual_seed(13)
+    weight = (torch.randn(640, 1056) * torch.logspace(-2, 0, 640)[:, None]).to(dtype)
+    head = ScreenedLinear(library, weight, scheme)
+    x = torch.randn(9, 1056).to(dtype)
+    x[4:, ::97] *= 100
+    whole = (torch.randint(-127, 128, (9, 1056)) / 128).to(dtype)  # rows that eight bits hold as they are
+    whole[:, ::128] = 127 / 128
+    group = screened.ROUGH.group if scheme is None else scheme.group
+    for rows in (x, whole):
+        lost = (rows.double() - widened_rows(rows, group).double()).norm(dim=1, keepdim=True)
+        assert bool(lost.max()) is (rows is x)
+        reach = rows.double().norm(dim=1, keepdim=True) * head.reach.double() + lost * head.size.double()
+        error = (head.rough(rows, torch.float32).double() - head(rows, torch.float32).double()).abs()
+        assert bool((error <= reach).all())
+        if scheme is not None and rows is whole:
+            assert float((error / head(rows, torch.float32).abs().amax(1, keepdim=True)).max()) < 1e-5
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -216,17 +239,16 @@ def test_rows_with_filters_when_picked_then_all_logits_are_wanted() -> None:
     assert_picks(backend, head, x, params(2, top_k=[3], top_p=[0.5], min_p=[0.5]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "dtype", "scheme"), HEADS)
 def test_rows_with_top_k_and_other_filters_when_picked_then_tokens_are_those_of_all_logits(
-    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    isa: str, dtype: torch.dtype, scheme: WeightScheme | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loosened(monkeypatch)
     backend, library = CpuBackend(isa), load_library(isa)
     torch.manual_seed(10)
     weight = torch.randn(3200, 96)
     weight[1000:1040] = weight[200]  # more ties than some of them keep
-    head = ScreenedLinear(library, weight.to(dtype))
+    head = ScreenedLinear(library, weight.to(dtype), scheme)
     for scale in (0.01, 0.3, 3.0):
         x = torch.cat([scale * torch.randn(20, 96), scale * weight[200:201]]).to(dtype)
         for index in range(0, 300, 100):
@@ -303,11 +325,16 @@ def test_params_that_are_not_for_these_rows_when_picked_then_refused() -> None:
         head.pick(torch.randn(2, 32), params(2))
 
 
-def test_head_when_packed_then_screened_if_that_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_head_when_packed_then_screened_if_that_may_pay(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screened, "LEAST_WEIGHTS", 64 * 64)
-    backend, x = CpuBackend(), torch.randn(1, 64)
+    backend, x = CpuBackend(isa), torch.randn(1, 64)
     for num_outputs, is_screened in ((64, True), (63, False), (96, False), (128, True)):
         head = backend.pack_head(torch.randn(num_outputs, 64))
         assert isinstance(head, ScreenedLinear) is is_screened
         assert is_screened or backend.pick(head, x, lambda: params(1)) is None
     assert not isinstance(backend.pack_head(torch.randn(64, 32)), ScreenedLinear)
+    weight = torch.randn(64, 64)
+    has_faster = isa in ("amxbf16", "avx512bf16")
+    assert isinstance(backend.pack_head(weight, INT8), ScreenedLinear) is has_faster
+    assert not any(isinstance(backend.pack_head(weight, scheme), ScreenedLinear) for scheme in (INT4, W8A8))
