@@ -157,8 +157,9 @@ class GatewayService:
                 await asyncio.wait_for(self.client.wait_ready(), self.config.server.orphan_grace)
 
     async def wait_for_figures(self) -> None:
-        """In the place of a gateway that died: return when an engine has told its figures, or after seconds."""
-        if self._is_successor and all(link.session.stats is None for link in self.client.links.values()):
+        """Return when an engine has told its figures, or after seconds; at once while all load for the first time."""
+        is_expected = self._is_successor or self.client.limits is not None
+        if is_expected and all(link.session.stats is None for link in self.client.links.values()):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.client.wait_ready(with_figures=True), FIGURES_PATIENCE)
 

@@ -24,7 +24,7 @@ async def health(call: Call) -> Response:
 
 
 async def metrics(call: Call) -> Response:
-    """Prometheus text. A gateway in the place of one that died first hears of the engine, so that no series breaks."""
+    """Prometheus text. A gateway that is new first hears of an engine that is not: so no series breaks."""
     await call.service.wait_for_figures()
     return Response(call.service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 

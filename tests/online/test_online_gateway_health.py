@@ -91,6 +91,28 @@ def test_given_a_gateway_that_replaces_another_one_when_the_engine_is_not_there_
         scheduler.close()
 
 
+def test_given_an_engine_that_has_just_become_ready_when_scraped_then_its_figures_are_waited_for(
+    lonely: tuple[GatewayThread, Endpoint], tiny_model: Path
+) -> None:
+    gateway, endpoint = lonely
+    with gateway.http() as http:
+        assert "novainfer_num_requests_running{" not in http.get("/metrics").text  # it loads: nothing to wait for
+        scheduler = ScriptedScheduler(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size)
+        scheduler.send_stats = False
+        try:
+            while http.get("/readyz").status_code != 200:
+                pass
+            assert http.get("/health").status_code == 503
+            with ThreadPoolExecutor() as pool, gateway.http() as other:
+                scrape = pool.submit(other.get, "/metrics")
+                while len(gateway.server.server_state.connections) < 2:
+                    assert not scrape.done()
+                scheduler.run_in_thread(lambda: setattr(scheduler, "send_stats", True))
+                assert "novainfer_num_requests_running{" in scrape.result().text
+        finally:
+            scheduler.close()
+
+
 def test_given_a_loading_engine_when_it_gets_ready_then_probes_change(
     lonely: tuple[GatewayThread, Endpoint], tiny_model: Path
 ) -> None:
