@@ -40,7 +40,7 @@ BODIES_AT_ONCE = 16  # of the largest size, while they are read
 MAX_SEQUENCES = 2048  # prompts x n of one request
 QUEUED_CACHES = 8  # tokens that may wait, where no number is given, in terms of what the KV cache holds
 DEADLINE_GRACE = 1.0  # seconds
-FIGURES_PATIENCE = 5.0  # seconds; a scraper has ten by default
+FIGURES_PATIENCE = 2.0  # seconds; scrapers have few more
 STATS_SECONDS = 5.0  # older figures of the engine prove nothing
 
 
@@ -99,6 +99,7 @@ class GatewayService:
         except BaseException:
             self.close()
             raise
+        self._is_new_until = time.monotonic() + FIGURES_PATIENCE
 
     def close(self) -> None:
         """End the text processes, and send the last spans. Idempotent."""
@@ -157,11 +158,17 @@ class GatewayService:
                 await asyncio.wait_for(self.client.wait_ready(), self.config.server.orphan_grace)
 
     async def wait_for_figures(self) -> None:
-        """Return when an engine has told its figures, or after seconds; at once while all load for the first time."""
-        is_expected = self._is_successor or self.client.limits is not None
-        if is_expected and all(link.session.stats is None for link in self.client.links.values()):
+        """Return when the engines that are about to tell their figures have, or after seconds: then no series breaks.
+
+        One that has become ready tells them next; one that was there before this gateway does when it has greeted it.
+        """
+        is_new = self._is_successor and time.monotonic() < self._is_new_until
+        waits = [
+            link.wait_figures(is_new=is_new) for link in self.client.links.values() if link.owes_figures(is_new=is_new)
+        ]
+        if waits:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.client.wait_ready(with_figures=True), FIGURES_PATIENCE)
+                await asyncio.wait_for(asyncio.gather(*waits), FIGURES_PATIENCE)
 
     @property
     def max_model_len(self) -> int:

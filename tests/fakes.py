@@ -108,10 +108,13 @@ class ScriptedScheduler(ServingThread):
     """Answers gateways until closed.
 
     script(request, choice) may give the tokens of a choice (it then ends with 'stop' if they run out); otherwise they
-    come from `oracle_token` until max_tokens. reject(request) may refuse. While `paused` is set no token is made.
+    come from `oracle_token` until max_tokens. reject(request) may refuse. While `paused` is set no token is made, and
+    while `send_stats` is not no figures are told.
     """
 
-    def __init__(self, endpoint: Endpoint, *, vocab_size: int, max_model_len: int = 256) -> None:
+    def __init__(
+        self, endpoint: Endpoint, *, vocab_size: int, max_model_len: int = 256, send_stats: bool = True
+    ) -> None:
         super().__init__(endpoint)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -122,7 +125,7 @@ class ScriptedScheduler(ServingThread):
         self.reject: Callable[[AddRequest], RequestRejected | None] = lambda request: None
         self.tokens_before_pause: int | None = None
         self.step_seconds = 0.0
-        self.send_stats = True
+        self.send_stats = send_stats
         self.paused = threading.Event()
         self.added: list[AddRequest] = []
         self.cancelled: list[CancelRequest] = []

@@ -24,7 +24,7 @@ async def health(call: Call) -> Response:
 
 
 async def metrics(call: Call) -> Response:
-    """Prometheus text. A gateway that is new first hears of an engine that is not: so no series breaks."""
+    """Prometheus text, with the figures of engines that are about to tell their first ones."""
     await call.service.wait_for_figures()
     return Response(call.service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 

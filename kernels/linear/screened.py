@@ -130,6 +130,8 @@ class ScreenedLinear:
 def can_screen(library: NativeLibrary, weight: Tensor | Deferred, scheme: WeightScheme | None) -> bool:
     """Whether `ScreenedLinear` is for weight [N, K] with that scheme."""
     n, k = weight.shape
-    if scheme is not None and (scheme.bits != 8 or scheme.rounds_rows or library.isa not in _FASTER):
+    if scheme is not None and (
+        scheme.bits != 8 or scheme.rounds_rows or scheme.group % LANES or library.isa not in _FASTER
+    ):
         return False
     return n % _COLUMNS == 0 and n * k >= LEAST_WEIGHTS

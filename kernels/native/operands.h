@@ -19,7 +19,7 @@ constexpr long kWord = 4 / sizeof(X);
 // So many read a panel from the cache for the most part: blocks of fewer rows are as fast then. Of bytes and of bf16 numbers, which are
 // multiplied fastest, they are as fast anyhow.
 template <class X>
-constexpr long kManyRows = std::is_same_v<X, float> || std::is_same_v<X, int16_t> ? 64 : 1;
+constexpr long kManyRows = sizeof(X) == 1 || std::is_same_v<X, Bf16> ? 1 : 64;
 
 template <class X>
 struct Rows {  // `stride` elements apart

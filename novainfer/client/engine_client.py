@@ -219,12 +219,11 @@ class EngineClient:
         """Faults in what the schedulers sent."""
         return sum(one.link.session.num_protocol_errors for one in self._replicas.values())
 
-    async def wait_ready(self, *, with_figures: bool = False) -> EngineInfo:
-        """Return once an engine has said that it is ready; with_figures: and how it gets on, which is next."""
+    async def wait_ready(self) -> EngineInfo:
+        """Return once an engine has said that it is ready."""
         while True:
             self._changed.clear()
-            links = [one.link for one in self._replicas.values()]
-            waits = [asyncio.ensure_future(link.wait_ready(with_figures=with_figures)) for link in links]
+            waits = [asyncio.ensure_future(one.link.wait_ready()) for one in self._replicas.values()]
             waits_for_change = asyncio.ensure_future(self._changed.wait())
             try:
                 await asyncio.wait([*waits, waits_for_change], return_when=asyncio.FIRST_COMPLETED)

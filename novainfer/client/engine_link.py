@@ -62,7 +62,7 @@ class EngineLink:
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
-        self._ready = asyncio.Event()
+        self._heard = asyncio.Event()
         self._outgoing: list[bytes] = []  # frames of packets that go out together, see `_send`
         self._backlog = backlog
 
@@ -105,13 +105,25 @@ class EngineLink:
         """Seconds since the last `EngineStats`."""
         return time.monotonic() - self.session.stats_at
 
-    async def wait_ready(self, *, with_figures: bool = False) -> EngineInfo:
-        """Return once the engine has said that it is ready; with_figures: and how it gets on, which is next."""
-        session = self.session
-        while session.info is None or not session.info.ready or (with_figures and session.stats is None):
-            await self._ready.wait()
-            self._ready.clear()
-        return session.info
+    async def wait_ready(self) -> EngineInfo:
+        """Return once the engine has said that it is ready."""
+        while self.session.info is None or not self.session.info.ready:
+            await self._hear()
+        return self.session.info
+
+    def owes_figures(self, *, is_new: bool) -> bool:
+        """Whether its first figures are about to come: it is ready, or a gateway that is_new has not heard of it."""
+        info = self.session.info
+        return self.session.stats is None and (is_new if info is None else info.ready)
+
+    async def wait_figures(self, *, is_new: bool) -> None:
+        """Return once it owes none."""
+        while self.owes_figures(is_new=is_new):
+            await self._hear()
+
+    async def _hear(self) -> None:
+        await self._heard.wait()
+        self._heard.clear()
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -195,8 +207,8 @@ class EngineLink:
             number += 1
         self.session.flush()
         self._backlog.is_behind = False
-        if number and self.session.info is not None and self.session.info.ready:
-            self._ready.set()
+        if number:
+            self._heard.set()
         if number == MESSAGES_PER_TURN and self._loop is not None:
             self._loop.call_soon(self._receive)
 

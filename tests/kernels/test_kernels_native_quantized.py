@@ -17,7 +17,7 @@ from tests.kernels.native_cases import DTYPES, ISAS, TOLERANCE, WIDE_ROWS, relat
 
 pytestmark = pytest.mark.stage0
 
-ROWS = (1, 2, 3, 5, 7, 8, 13, 33, 96, 100)
+ROWS = (1, 2, 3, 5, 7, 8, 9, 10, 11, 12, 16, 17, 33, 96, 100)
 # Neither n nor k a multiple of a panel, a chunk or a group; one, some and many groups; more than one block of panels.
 # Then some that tiles can take, k being a multiple of 32: last groups that are short, an odd number of panels.
 SHAPES = ((1, 1), (16, 8), (17, 33), (48, 64), (100, 65), (163, 259), (72, 352), (163, 1088))

@@ -121,7 +121,8 @@ def test_logits_that_differ_by_rounding_alone_when_picked_then_their_own_bits_de
         weight = torch.stack([numbers[torch.randperm(k)] for _ in range(640)]).to(dtype)
         head, x = ScreenedLinear(library, weight, scheme), torch.full((20, k), 0.05, dtype=dtype)
         x[3:] *= torch.arange(1, 18)[:, None]
-        assert scheme is not None or len(set(head.in_float32(x)[0].tolist())) > 3  # integers cancel out
+        if scheme is None or k > scheme.group:  # within a group integers cancel out
+            assert len(set(head.in_float32(x)[0].tolist())) > 3
         assert_picks(backend, head, x, params(20))
         assert_picks(backend, head, x, params(20, temperature=[1e-3]))
 

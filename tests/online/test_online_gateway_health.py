@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import connection, sse
+from gateway import connection, service, sse
 from novainfer.client import engine_link
 from novainfer.text.tokenizer import Tokenizer
 from novainfer.transport.addresses import Endpoint
@@ -58,8 +58,9 @@ def test_given_no_engine_when_probed_then_only_livez_is_200_and_requests_get_503
 
 
 def test_given_a_gateway_that_replaces_another_one_when_the_engine_is_not_there_yet_then_requests_wait_for_it(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(service, "FIGURES_PATIENCE", 60.0)
     endpoint = Endpoint(f"ipc://{tmp_path}/s")
     gateway = GatewayThread(config_for(tiny_model), endpoint, is_successor=True)
     answers: list[int] = []
@@ -92,13 +93,13 @@ def test_given_a_gateway_that_replaces_another_one_when_the_engine_is_not_there_
 
 
 def test_given_an_engine_that_has_just_become_ready_when_scraped_then_its_figures_are_waited_for(
-    lonely: tuple[GatewayThread, Endpoint], tiny_model: Path
+    lonely: tuple[GatewayThread, Endpoint], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(service, "FIGURES_PATIENCE", 60.0)
     gateway, endpoint = lonely
     with gateway.http() as http:
         assert "novainfer_num_requests_running{" not in http.get("/metrics").text  # it loads: nothing to wait for
-        scheduler = ScriptedScheduler(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size)
-        scheduler.send_stats = False
+        scheduler = ScriptedScheduler(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size, send_stats=False)
         try:
             while http.get("/readyz").status_code != 200:
                 pass
@@ -111,6 +112,22 @@ def test_given_an_engine_that_has_just_become_ready_when_scraped_then_its_figure
                 assert "novainfer_num_requests_running{" in scrape.result().text
         finally:
             scheduler.close()
+
+
+def test_given_an_engine_that_never_tells_its_figures_when_scraped_then_the_gateway_tells_its_own(
+    lonely: tuple[GatewayThread, Endpoint], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "FIGURES_PATIENCE", 0.01)
+    gateway, endpoint = lonely
+    scheduler = ScriptedScheduler(endpoint, vocab_size=Tokenizer.load(tiny_model).vocab_size, send_stats=False)
+    try:
+        gateway.wait_ready()
+        with gateway.http() as http:
+            text = http.get("/metrics").text
+        assert "novainfer_engine_ready{" in text
+        assert "novainfer_num_requests_running{" not in text
+    finally:
+        scheduler.close()
 
 
 def test_given_a_loading_engine_when_it_gets_ready_then_probes_change(
