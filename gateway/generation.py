@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.types import Receive
@@ -16,6 +16,7 @@ from gateway.body import ClientGone
 from gateway.client_watch import ClientWatch
 from gateway.context import RequestInfo
 from gateway.metrics import CANCELLED, FAILED, FINISHED, GatewayMetrics
+from gateway.output_parts import is_long, parts_of, split, without_tokens
 from gateway.plain_choice import PlainChoice
 from gateway.slices import Slices
 from gateway.token_times import TokenTimes
@@ -34,13 +35,12 @@ from novainfer.sampling.params import SamplingParams
 from novainfer.text.detokenizer import Detokenizer
 from novainfer.text.tokenizer import Tokenizer
 
-SLICE_ENTRIES = 1024  # tokens, and log-probabilities at their places, that one delta tells at most
-
 
 @dataclass(slots=True)
 class PromptState:
     """One prompt. `echo` is its text where the answer repeats it.
 
+    is_alone: no token was asked for; of the one that the engine samples nobody is told.
     told: the places up to which another gateway has told its choices (see `stream_record`); the deltas begin there.
     """
 
@@ -50,6 +50,7 @@ class PromptState:
     eos_token_ids: list[int]
     echo: str = ""
     told: list[int] = field(default_factory=list)
+    is_alone: bool = False
     num_cached_tokens: int | None = None  # as first told; a recovered engine finds its own output cached too
     logprobs: list[Logprobs] = field(default_factory=list)
 
@@ -200,7 +201,7 @@ class Generation:
         """
         self._check()
         for item in self._stream.take_ready():
-            for part in _parts(item) if _is_long(item) else (item,):
+            for part in parts_of(item) if is_long(item) else (item,):
                 delta = self._fresh(part)
                 if delta is not None:
                     yield delta
@@ -338,12 +339,15 @@ class Generation:
         """What of an output was not told before; all of it is applied."""
         if isinstance(item, PromptLogprobs):
             return self._apply(item)
-        output = self.outputs[self._prompt_of[item.request_id] * self._n + item.choice]
+        number = self._prompt_of[item.request_id]
+        if self.prompts[number].is_alone:
+            item = without_tokens(item)
+        output = self.outputs[number * self._n + item.choice]
         place = self.told[output.choice] - 1  # tokens, and what of the end
         end = item.index + len(item.token_ids)
         if place <= item.index and not (item.finish_reason is not None and place > end):
             return self._apply(item)
-        told, fresh = _split(item, place) if place <= end else (item, None)
+        told, fresh = split(item, place) if place <= end else (item, None)
         delta = self._apply(told)
         if delta is None or delta.finish_reason is None:
             return ChoiceDelta(output.choice) if fresh is None else self._apply(fresh)
@@ -368,32 +372,3 @@ class Generation:
         if output.ended_here:
             self._stream.cancel(item.request_id, item.choice)
         return delta
-
-
-def _is_long(item: TokenOutput | PromptLogprobs) -> bool:
-    return isinstance(item, TokenOutput) and (bool(item.logprobs) or len(item.token_ids) > SLICE_ENTRIES)
-
-
-def _parts(item: TokenOutput | PromptLogprobs) -> Iterator[TokenOutput | PromptLogprobs]:
-    """A long output as several."""
-    if isinstance(item, TokenOutput):
-        width = 2 + len(item.logprobs[-1].top_ids) if item.logprobs else 1
-        most = max(SLICE_ENTRIES // width, 1)
-        while len(item.token_ids) > most:
-            first, item = _split(item, item.index + most)
-            yield first
-    yield item
-
-
-def _split(item: TokenOutput, index: int) -> tuple[TokenOutput, TokenOutput]:
-    """The tokens before this output index; the others, and the end."""
-    count = index - item.index
-    described = max(count - (len(item.token_ids) - len(item.logprobs)), 0)
-    told = replace(
-        item,
-        token_ids=item.token_ids[:count],
-        logprobs=item.logprobs[:described],
-        finish_reason=None,
-        stop_token_id=None,
-    )
-    return told, replace(item, index=index, token_ids=item.token_ids[count:], logprobs=item.logprobs[described:])

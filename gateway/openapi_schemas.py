@@ -129,7 +129,8 @@ def _sampling(bounds: ModelBounds) -> dict[str, Schema]:
 
 def _completion(bounds: ModelBounds) -> dict[str, Schema]:
     ids = _array(_integer(0, bounds.vocab_size - 1), 1, bounds.max_model_len - 1)
-    return {"prompt": {"anyOf": [_text(1), ids, _array(_text(1), 1, MAX_PROMPTS), _array(ids, 1, MAX_PROMPTS)]}}
+    most = {"max_tokens": _integer(0, bounds.max_model_len - 1)}  # 0: an echo alone
+    return most | {"prompt": {"anyOf": [_text(1), ids, _array(_text(1), 1, MAX_PROMPTS), _array(ids, 1, MAX_PROMPTS)]}}
 
 
 def _part(kind: str) -> Schema:

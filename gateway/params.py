@@ -67,6 +67,11 @@ def _echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
 
 
+def asks_for_prompt_alone(request: ChatRequest | CompletionRequest) -> bool:
+    """An echo, with its log-probabilities most likely, and no token behind it: so are given texts scored."""
+    return isinstance(request, CompletionRequest) and request.echo and request.max_tokens == 0
+
+
 def draw_seed() -> int:
     """A seed for a request that came without one."""
     return int.from_bytes(os.urandom(8)) & MAX_SEED
@@ -156,6 +161,8 @@ def _max_tokens(request: ChatRequest | CompletionRequest, num_prompt_tokens: int
         rest = max_model_len - num_prompt_tokens
         _check_length(num_prompt_tokens, 1, max_model_len)
         return rest if asked is None else asked
+    if asks_for_prompt_alone(request):
+        return 1  # see `PromptState.is_alone`
     return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
 
 
@@ -193,6 +200,11 @@ def _refuse_contradictions(request: GenerationRequest) -> None:
     if options is not None and not request.stream and any(dict(options).values()):  # some send it, asking for nothing
         words = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
         raise InvalidRequestError(words, param="stream_options")
+    if isinstance(request, CompletionRequest) and request.max_tokens == 0:
+        if not request.echo:
+            raise InvalidRequestError("max_tokens must be at least 1, but for an echo alone.", param="max_tokens")
+        if request.min_tokens:
+            raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

@@ -214,7 +214,14 @@ class GatewayService:
         check_repeated(request, params, prompts)
         eos = [i for i in self.tokenizer.eos_token_ids if i < engine.vocab_size]  # others are never sampled
         states = [
-            PromptState(f"{record.response_id}-{number}", token_ids, _own_seed(params, request.seed, number), eos, echo)
+            PromptState(
+                f"{record.response_id}-{number}",
+                token_ids,
+                _own_seed(params, request.seed, number),
+                eos,
+                echo,
+                is_alone=record.prompt_alone,
+            )
             for number, (token_ids, echo) in enumerate(prompts)
         ]
         info.permit.correct(sum(lengths))

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, fields
 
 from gateway.errors import ApiError
+from gateway.params import asks_for_prompt_alone
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.slices import to_json
 from novainfer.errors import InvalidRequestError
@@ -25,6 +26,7 @@ class StreamRecord:
     """One stream. `created` in Unix seconds; `model` is the name that the client used.
 
     after_prompt: its text goes on from the prompt's, as of a completion, or a chat that continues its last message.
+    prompt_alone: see `PromptState.is_alone`.
     """
 
     is_chat: bool
@@ -39,6 +41,7 @@ class StreamRecord:
     echo: bool
     receipt: bool
     after_prompt: bool
+    prompt_alone: bool
 
     @classmethod
     def of(
@@ -59,6 +62,7 @@ class StreamRecord:
             echo=isinstance(request, CompletionRequest) and request.echo,
             receipt=receipt,
             after_prompt=isinstance(request, CompletionRequest) or request.continue_final_message,
+            prompt_alone=asks_for_prompt_alone(request),
         )
 
 

@@ -9,6 +9,7 @@ from gateway.service import new_response_id, unix_now
 from gateway.slices import SlicedResponse
 from gateway.sse import SseResponse
 from gateway.stream_record import StreamRecord
+from novainfer.errors import InvalidRequestError
 
 
 async def generate(
@@ -27,6 +28,8 @@ async def generate(
     service = call.service
     response_id = new_response_id("chatcmpl" if isinstance(request, ChatRequest) else "cmpl")
     record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
+    if wants_receipt and record.prompt_alone:
+        raise InvalidRequestError("A receipt is about tokens, and max_tokens is 0.", param="receipt")
     generation = service.start(request, record, prompts, call.info)
     receipts = service.receipts(generation, model) if wants_receipt else None
     headers[MODE_HEADER] = generation.engine.mode

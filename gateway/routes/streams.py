@@ -109,9 +109,9 @@ def _take_over(
     states, requests = [], []
     for record, add, _ in parts:
         told = list(islice(places, add.params.n))
-        states.append(
-            PromptState(add.request_id, add.prompt_token_ids, add.params, add.eos_token_ids, record.echo, told)
-        )
+        state = PromptState(add.request_id, add.prompt_token_ids, add.params, add.eos_token_ids, record.echo, told)
+        state.is_alone = record.stream.prompt_alone
+        states.append(state)
         add = replace(add, deadline=deadline_of(info))
         requests.append(taken_over(add, [max(place - 1, 0) for place in told]))
     stream = parts[0][0].stream

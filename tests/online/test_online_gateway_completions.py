@@ -72,6 +72,40 @@ def test_given_echo_with_logprobs_when_completed_then_prompt_and_output_line_up(
     assert tokens == logprobs["tokens"]
 
 
+@pytest.mark.parametrize("prompts", [["hello world, the fox"], ["hello", "the quick fox"]])
+def test_given_an_echo_and_no_token_when_completed_then_the_prompts_alone_are_scored(
+    pair: Pair, prompts: list[str]
+) -> None:
+    body = {"prompt": prompts, "echo": True, "logprobs": 2, "temperature": 0, "n": 2, "return_token_ids": True}
+    one = pair.post("/v1/completions", {**body, "max_tokens": 1}).json()["choices"]
+    answer = pair.post("/v1/completions", {**body, "max_tokens": 0}).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(prompts)))
+    for number, (choice, more) in enumerate(zip(answer["choices"], one, strict=True)):
+        assert (choice["text"], choice["token_ids"]) == (prompts[number // 2], [])
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+        assert choice["logprobs"] == {name: entries[:-1] for name, entries in more["logprobs"].items()}
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["total_tokens"] == sum(len(pair.tokenizer.encode(text)) for text in prompts)
+    with pair.http.stream("POST", "/v1/completions", json={**body, "max_tokens": 0, "stream": True}) as response:
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    told = [choice for chunk in chunks for choice in chunk["choices"]]
+    for whole in answer["choices"]:
+        parts = [choice for choice in told if choice["index"] == whole["index"]]
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        assert [part["logprobs"] for part in parts if part["logprobs"]] == [whole["logprobs"]]
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [({"echo": False}, "max_tokens"), ({"min_tokens": 1}, "min_tokens"), ({"receipt": True}, "receipt")],
+)
+def test_given_no_token_and_what_needs_one_when_sent_then_400(pair: Pair, more: dict[str, Any], param: str) -> None:
+    response = pair.post("/v1/completions", {"prompt": "hello", "echo": True, "max_tokens": 0, **more})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert pair.scheduler.added == []
+
+
 @pytest.mark.parametrize(("of_texts", "of_prompt"), [(1, 5), (5, 1), (0, 2)])
 def test_given_an_echo_with_logprobs_and_prompt_logprobs_when_completed_then_each_tells_as_many_as_it_was_asked_for(
     pair: Pair, of_texts: int, of_prompt: int

@@ -72,6 +72,7 @@ def stream_of(response_id: str = "cmpl-1", seed: int = 1, *, is_chat: bool = Fal
     record = StreamRecord(
         is_chat=is_chat, response_id=response_id, created=1, model="m", include_usage=True, continuous_usage=False,
         event_ids=True, token_ids=True, logprobs=False, echo=False, receipt=False, after_prompt=True,
+        prompt_alone=False,
     )  # fmt: skip
     request = AddRequest(
         f"{response_id}-0",

@@ -18,8 +18,9 @@ from gateway import slices
 from gateway.answers import ChatAnswer, CompletionAnswer, chunks_of
 from gateway.context import RequestInfo
 from gateway.engine_metrics import ClientView
-from gateway.generation import SLICE_ENTRIES, Generation, PromptState
+from gateway.generation import Generation, PromptState
 from gateway.metrics import GatewayMetrics
+from gateway.output_parts import SLICE_ENTRIES
 from gateway.routes.tokenize import detokenize, tokenize
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.slices import PART_BYTES, SlicedResponse, Written

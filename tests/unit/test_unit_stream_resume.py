@@ -31,6 +31,7 @@ pytestmark = pytest.mark.unit
 RECORD = StreamRecord(
     is_chat=True, response_id="chatcmpl-1", created=1, model="m", include_usage=False, continuous_usage=False,
     event_ids=True, token_ids=False, logprobs=False, echo=False, receipt=False, after_prompt=False,
+    prompt_alone=False,
 )  # fmt: skip
 Said = list[tuple[str, int, str, list[float], str | None]]  # (event id, choice, text, log-probabilities, finish reason)
 
@@ -46,13 +47,16 @@ def say(
     outputs: list[TokenOutput],
     *,
     is_chat: bool,
+    prompt_alone: bool,
     after: str = "",
     num_at_once: int = 1,
 ) -> Said:
     """What a gateway writes that gets these outputs, so many before it looks, and goes on after `after`."""
     stream = RequestStream(["r"], lambda *_: None)
+    echo = "ab" if prompt_alone else ""
+    told = parse_event_id(after, [params.max_tokens] * params.n)
     generation = Generation(
-        [PromptState("r", [5, 6], params, [2], told=parse_event_id(after, [params.max_tokens] * params.n))],
+        [PromptState("r", [5, 6], params, [2], echo, told, is_alone=prompt_alone)],
         stream,
         tokenizer,
         GatewayMetrics("m", ClientView),
@@ -60,7 +64,8 @@ def say(
         info=RequestInfo("r"),
         after_prompt=not is_chat,
     )
-    chunks = chunks_of(generation, replace(RECORD, is_chat=is_chat, logprobs=params.logprobs is not None), None)
+    record = replace(RECORD, is_chat=is_chat, logprobs=params.logprobs is not None, echo=prompt_alone)
+    chunks = chunks_of(generation, record, None)
     said: Said = []
     for first in range(0, len(outputs), num_at_once):
         for output in outputs[first : first + num_at_once]:
@@ -120,7 +125,7 @@ SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 @given(
     choices=CHOICES, sizes=SIZES, again=SIZES, is_chat=st.booleans(), late_end=st.booleans(), stops=st.booleans(),
     stop=st.sampled_from([(), ("e",), ("qu", "a b"), ("zzz",)]), logprobs=st.sampled_from([None, 0]),
-    num_at_once=st.integers(1, 4),
+    num_at_once=st.integers(1, 4), prompt_alone=st.booleans(),
 )  # fmt: skip
 def test_given_any_stream_when_cut_after_any_event_then_the_rest_makes_it_whole(
     tokenizer: Tokenizer,
@@ -133,8 +138,12 @@ def test_given_any_stream_when_cut_after_any_event_then_the_rest_makes_it_whole(
     stop: tuple[str, ...],
     logprobs: int | None,
     num_at_once: int,
+    prompt_alone: bool,
 ) -> None:
-    params = SamplingParams(n=len(choices), max_tokens=99, seed=1, stop=stop, stop_token_ids=(7,), logprobs=logprobs)
+    if prompt_alone:  # then the engine is asked for one token of each choice
+        choices, is_chat = [ids[:1] for ids in choices], False
+    most = 1 if prompt_alone else 99
+    params = SamplingParams(n=len(choices), max_tokens=most, seed=1, stop=stop, stop_token_ids=(7,), logprobs=logprobs)
     # A token that ended its choice is sampled again.
     claimed = AddRequest("r", [5, 6], params, emitted=[ids[:-1] for ids in choices])
 
@@ -145,11 +154,21 @@ def test_given_any_stream_when_cut_after_any_event_then_the_rest_makes_it_whole(
         ]
         return [part for c in range(max(map(len, by_choice))) for own in by_choice for part in own[c : c + 1]]
 
-    first = say(tokenizer, params, outputs(sizes, [[] for _ in choices]), is_chat=is_chat)
+    first = say(tokenizer, params, outputs(sizes, [[] for _ in choices]), is_chat=is_chat, prompt_alone=prompt_alone)
+    if prompt_alone:
+        assert all(whole(first, choice) == ("ab", [], ["length"]) for choice in range(len(choices)))
     for number, (event_id, *_) in enumerate(first):
-        told = [max(place - 1, 0) for place in parse_event_id(event_id, [99] * len(choices))]
+        told = [max(place - 1, 0) for place in parse_event_id(event_id, [most] * len(choices))]
         later = outputs(again, taken_over(claimed, told).emitted)
-        rest = say(tokenizer, params, later, is_chat=is_chat, after=event_id, num_at_once=num_at_once)
+        rest = say(
+            tokenizer,
+            params,
+            later,
+            is_chat=is_chat,
+            prompt_alone=prompt_alone,
+            after=event_id,
+            num_at_once=num_at_once,
+        )
         for choice in range(len(choices)):
             assert whole(first[: number + 1] + rest, choice) == whole(first, choice), event_id
         if rest:
