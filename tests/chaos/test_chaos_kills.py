@@ -137,19 +137,30 @@ TWO_RANKS: list[Disturb] = [
     kill_the_zygote_of_a_rank,
     kill_the_host_of_a_rank,
 ]
-FLAGS = {1: ("-tp", "1"), 2: ("-tp", "2")}  # one object each: pytest knows by that whether a server can be used again
-CASES = [
-    pytest.param(FLAGS[ranks], disturb, id=f"tp{ranks}-{disturb.__name__}")
-    for ranks, disturbances in ((1, ONE_RANK), (2, TWO_RANKS))
-    for disturb in disturbances
-]
-both_groups = pytest.mark.parametrize("undisturbed", FLAGS.values(), indirect=True, ids=["tp1", "tp2"])
+ONE, TWO = ("-tp", "1"), ("-tp", "2")
+one_rank = pytest.mark.parametrize("undisturbed", [ONE], indirect=True, ids=["tp1"])
+two_ranks = pytest.mark.parametrize("undisturbed", [TWO], indirect=True, ids=["tp2"])
+both_groups = pytest.mark.parametrize("undisturbed", [ONE, TWO], indirect=True, ids=["tp1", "tp2"])
 
 
-@pytest.mark.parametrize(("undisturbed", "disturb"), CASES, indirect=["undisturbed"])
+@one_rank
+@pytest.mark.parametrize("disturb", ONE_RANK)
 def test_given_streams_of_every_kind_when_processes_die_then_each_is_as_if_nothing_had_been(
     undisturbed: Undisturbed, disturb: Disturb
 ) -> None:
+    assert_exact_under(undisturbed, disturb)
+
+
+@two_ranks
+@pytest.mark.parametrize("disturb", TWO_RANKS)
+def test_given_streams_of_every_kind_when_processes_of_two_ranks_die_then_each_is_as_if_nothing_had_been(
+    undisturbed: Undisturbed, disturb: Disturb
+) -> None:
+    assert_exact_under(undisturbed, disturb)
+
+
+def assert_exact_under(undisturbed: Undisturbed, disturb: Disturb) -> None:
+    """Every stream is as if nothing had been, though something was replaced."""
     server = undisturbed.server
     before = server.processes()
 
@@ -167,7 +178,7 @@ def test_given_streams_of_every_kind_when_processes_die_then_each_is_as_if_nothi
     server.wait_until_nothing_is_held()
 
 
-@pytest.mark.parametrize("undisturbed", [FLAGS[2]], indirect=True, ids=["tp2"])
+@two_ranks
 def test_given_streams_of_every_kind_when_the_scheduler_is_told_to_end_then_its_ranks_go_on_with_the_next(
     undisturbed: Undisturbed,
 ) -> None:
@@ -207,7 +218,7 @@ def test_given_streams_of_every_kind_when_the_gateway_dies_or_stops_then_another
     server.wait_until_nothing_is_held()
 
 
-@pytest.mark.parametrize("undisturbed", [("-tp", "2")], indirect=True, ids=["tp2"])
+@two_ranks
 def test_given_no_disturbance_when_run_again_then_the_answers_say_enough_to_compare(undisturbed: Undisturbed) -> None:
     assert undisturbed.answers == run(undisturbed.server, lambda streams: None)
     assert all(len(ids) <= LENGTH for answer in undisturbed.answers for ids in answer.token_ids.values())

@@ -63,20 +63,25 @@ def test_given_spares_of_two_ranks_when_one_rank_dies_then_both_spares_become_th
         assert server.processes()[title] == before[f"{title} spare"]
 
 
-@pytest.mark.parametrize(
-    ("undisturbed", "title", "number"),
-    [
-        pytest.param(ONE, SPARE, KILL, id="tp1-kill"),
-        pytest.param(TWO, "worker 0.1 spare", KILL, id="tp2-kill"),
-    ],
-    indirect=["undisturbed"],
-)
-def test_given_a_spare_that_stands_by_when_it_dies_or_stops_then_another_one_comes_and_the_ranks_serve_on(
-    undisturbed: Undisturbed, title: str, number: int
+@one_rank
+def test_given_a_spare_that_stands_by_when_it_dies_then_another_one_comes_and_the_rank_serves_on(
+    undisturbed: Undisturbed,
 ) -> None:
+    assert_ranks_serve_on(undisturbed, SPARE)
+
+
+@two_ranks
+def test_given_spares_of_two_ranks_when_one_spare_dies_then_others_come_and_the_ranks_serve_on(
+    undisturbed: Undisturbed,
+) -> None:
+    assert_ranks_serve_on(undisturbed, "worker 0.1 spare")
+
+
+def assert_ranks_serve_on(undisturbed: Undisturbed, title: str) -> None:
+    """Kill a spare: the ranks do not notice."""
     server = undisturbed.server
     mended = server.errors.count(SERVES_AGAIN)
-    before = assert_exact_under(undisturbed, lambda server, streams: strike(server, title, number))
+    before = assert_exact_under(undisturbed, lambda server, streams: strike(server, title, KILL))
     after = server.processes()
     assert {name for name in before if before[name] != after[name]} == {name for name in before if "spare" in name}
     assert not {before[name].pid for name in before if "spare" in name} & {process.pid for process in server.tree()}
