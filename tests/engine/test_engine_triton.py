@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("triton")
 
 from kernels.triton_launch import INTERPRETED
 from novainfer import LLM, SamplingParams
+from tests.parity.builders import build_checkpoint
 from workers import worker
 
 pytestmark = [
@@ -25,9 +27,9 @@ PARAMS = (SamplingParams(temperature=0.0, max_tokens=2), SamplingParams(temperat
 VARIANTS: list[dict[str, Any]] = [{"deterministic": True}, {"quantization": "int4"}]
 
 
-def answers(num_recorded: int = 0, **options: Any) -> list[list[int]]:
+def answers(model: str, num_recorded: int = 0, **options: Any) -> list[list[int]]:
     """Of two requests in one batch, once so many graphs of steps with prompts were recorded."""
-    with LLM("demo", **SMALL, **options) as llm:
+    with LLM(model, **SMALL, **options) as llm:
         for _ in range(num_recorded):
             executor: Any = llm._executor
             assert executor._worker.runner._graphs.steps.record_next()
@@ -49,15 +51,18 @@ def test_the_demo_model_when_its_steps_are_recorded_then_its_tokens_are_those_of
 
         return replay
 
-    wanted = answers(kernel_backend="cpu", deterministic=True)
+    wanted = answers("demo", kernel_backend="cpu", deterministic=True)
     monkeypatch.setattr(worker, "has_graphs", lambda config, model, device: True)
     monkeypatch.setattr(worker, "cuda_recorder", lambda device: record)
-    assert answers(1, kernel_backend="triton", deterministic=True) == wanted
+    assert answers("demo", 1, kernel_backend="triton", deterministic=True) == wanted
     assert set(replayed) == {"forward", "compute", "sample"}
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: "-".join(options) or "plain")
-def test_the_demo_model_when_triton_computes_then_its_tokens_are_those_of_the_cpu(options: dict[str, Any]) -> None:
-    wanted = answers(kernel_backend="cpu", **options)
+def test_a_small_model_when_triton_computes_then_its_tokens_are_those_of_the_cpu(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = str(build_checkpoint("qwen3", tmp_path / "model"))
+    wanted = answers(model, kernel_backend="cpu", **options)
     assert [len(tokens) for tokens in wanted] == [2, 2]
-    assert answers(kernel_backend="triton", **options) == wanted
+    assert answers(model, kernel_backend="triton", **options) == wanted
