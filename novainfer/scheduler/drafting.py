@@ -10,7 +10,6 @@ from novainfer.scheduler.rows import Rows
 MOST_DRAFTS = 96  # in a step: each needs logits over the whole vocabulary
 _TRY_EVERY = 64  # steps: drafts that were not expected to pay are tried
 _MARGIN = 1.5  # what is expected must be so many times what it costs: most expectations are too high
-_RESTLESS = 8  # steps after one with drafts, in which its result may make rows look again
 
 
 class Drafting:
@@ -20,12 +19,15 @@ class Drafting:
         """pace: what is known of the time of steps already."""
         self.pace = StepPace() if pace is None else pace
         self._quiet_until = 0  # no row looks before this step, unless others run by then
-        self._restless_until = 0
         self._num_changes = -1  # of the running rows that this was found of
 
     def is_quiet(self, step: int, rows: Rows) -> bool:
         """Whether it is known that nobody has drafts in this step."""
         return step < self._quiet_until and rows.num_changes == self._num_changes
+
+    def reconsider(self) -> None:
+        """Drafts have come true, or have not: rows may look again sooner than was known."""
+        self._quiet_until = 0
 
     def choose(self, step: int, rows: Rows, room: int) -> dict[int, int]:
         """The most drafts that decodes of this step may have behind their next tokens, by the decode's `id`; none,
@@ -44,11 +46,8 @@ class Drafting:
         period = look_period(count, self.pace.step_seconds(count, context))
         looking = [(sequence, drafts) for sequence, drafts in drafting if drafts.looks(step, period)]
         chosen = self._that_pay(step, looking, rows, context, room) if looking else {}
-        if chosen:
-            self._restless_until = step + _RESTLESS
         shortest = min([drafts.period(period) for _, drafts in drafting])
-        # While it is restless also what was found before, when nobody ran maybe, holds no longer.
-        self._quiet_until = 0 if step < self._restless_until else step - step % shortest + shortest
+        self._quiet_until = step - step % shortest + shortest
         return chosen
 
     def _that_pay(
@@ -75,4 +74,9 @@ class Drafting:
         price = (1.0 - none_found) * self.pace.cost_of_drafts(count, context)
         if seconds:
             price += look_seconds(len(chosen)) * count / seconds
-        return chosen if gain > _MARGIN * price or step % _TRY_EVERY == 0 else first
+        if gain > _MARGIN * price or step % _TRY_EVERY == 0:
+            return chosen
+        for sequence, drafts in looking:
+            if id(sequence) in chosen and id(sequence) not in first:
+                drafts.vain += 1  # nor will it pay in a moment, mostly
+        return first

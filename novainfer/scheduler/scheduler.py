@@ -287,18 +287,18 @@ class Scheduler:
         """Apply the oldest step's result. Raises `EngineError` if it is not that step's."""
         record = self._in_flight.popleft()
         sampled = record.sampled_by(result)
-        cohort = self._rows.cohort
         if self._isolation:
-            cohort.dissolve(record)
-        cohort.let_out(record, result)
+            self._rows.cohort.dissolve(record)
+        self._rows.cohort.let_out(record, result)
         self._load.done(record.num_tokens + 2 * len(sampled) - len(record.sampled))
         if self.now is not None and record.submitted is not None:
             self.timing.first_tokens(record.begun, self.now)
             self._drafting.pace.measure(record, self.now, sum(result.num_drafted))
         bad = record.not_finite(result)
-        full = record.confirm(self._info.block_size, cohort.take(record, result))
+        full = record.confirm(self._info.block_size, self._rows.cohort.take(record, result))
         if record.drafts:
             full += take_drafts(record, result, self._shares, self.totals, self._info.block_size)
+            self._drafting.reconsider()
         # Before any request ends: a prompt's log-probabilities may come with its last token.
         prompt_logprobs = record.prompt_logprobs(result)
         plain, others = self._take_tokens(sampled, record, result, bad)

@@ -15,6 +15,7 @@ from novainfer.scheduler.pace import StepPace
 pytestmark = pytest.mark.unit
 
 STEP, ONE_MORE = 0.01, 0.0001  # seconds: of a step, and of a token more in it
+SHORT = 0.0003  # a step in which looks are not for nothing
 _COHORT: Any = SimpleNamespace(num_computed=lambda sequence: sequence.num_computed_tokens)
 
 
@@ -30,12 +31,12 @@ def row(drafts: DraftPace | None = None) -> Any:
     )
 
 
-def learnt(price: float) -> StepPace:
+def learnt(price: float, step: float = STEP) -> StepPace:
     """From steps of up to 16 rows, every tenth with drafts, which add `price` seconds beside the tokens' own."""
     pace, rng = StepPace(), random.Random(5)
     for number in range(400):
         rows, drafted = rng.randrange(1, 17), rng.randrange(4, 12) * (number % 10 == 0)
-        seconds = STEP + ONE_MORE * (rows + drafted) + price * (drafted > 0)
+        seconds = step * (1.0 + (rows + drafted) * ONE_MORE / STEP) + price * (drafted > 0)
         pace.observe(seconds, rows, rng.randrange(100, 3000), drafted)
     return pace
 
@@ -91,6 +92,28 @@ def test_given_a_new_row_when_it_looks_for_the_first_time_then_it_may_have_draft
     assert len(steps) > 1
     assert all(list(found[step]) == [id(new)] for step in steps)
     assert steps[-2] <= 16 < steps[-1] <= 48, "and no more once it had them"
+
+
+def test_given_drafts_that_come_true_when_told_then_the_next_step_has_them_and_not_only_the_next_look() -> None:
+    drafting, one = Drafting(learnt(0.0, SHORT)), row(DraftPace(vain=8, is_tried=True))  # looks in every 16th step
+    rows = running([one])
+    assert [step for step in range(64, 71) if drafting.choose(step, rows, room=96)] == [64]
+    told(one.drafts, is_true=True)
+    assert not drafting.choose(71, rows, room=96), "nobody has said so"
+    drafting.reconsider()
+    assert [step for step in range(72, 80) if drafting.choose(step, rows, room=96)] == list(range(72, 80))
+
+
+def test_given_drafts_that_would_not_pay_when_asked_then_their_row_looks_ever_more_seldom() -> None:
+    one = row(told(DraftPace(), is_true=True))
+    drafting, rows, looks = Drafting(learnt(0.003, SHORT)), running([one]), []
+    for step in range(65, 128):
+        if not drafting.is_quiet(step, rows):
+            looks.append(step)
+            assert not drafting.choose(step, rows, room=96)
+    assert looks[:6] == [65, 66, 68, 70, 72, 76]
+    assert len(looks) < 16
+    assert drafting.choose(128, rows, room=96), "but is tried now and then"
 
 
 def test_given_no_room_or_nobody_who_may_when_asked_then_there_are_none() -> None:
