@@ -19,11 +19,11 @@ class Drafting:
         """pace: what is known of the time of steps already."""
         self.pace = StepPace() if pace is None else pace
         self._quiet_until = 0  # no row looks before this step, unless others run by then
-        self._num_changes = -1  # of the running rows that this was found of
+        self._num_taken = -1  # rows there had been when this was found: those that leave change nothing
 
     def is_quiet(self, step: int, rows: Rows) -> bool:
         """Whether it is known that nobody has drafts in this step."""
-        return step < self._quiet_until and rows.num_changes == self._num_changes
+        return step < self._quiet_until and rows.num_taken == self._num_taken
 
     def reconsider(self) -> None:
         """Drafts have come true, or have not: rows may look again sooner than was known."""
@@ -37,7 +37,7 @@ class Drafting:
         """
         if room <= 0 or self.is_quiet(step, rows):
             return {}
-        self._num_changes = rows.num_changes
+        self._num_taken = rows.num_taken
         drafting = [(sequence, sequence.drafts) for sequence in rows.running if sequence.drafts is not None]
         if not drafting:
             self._quiet_until = step + _TRY_EVERY

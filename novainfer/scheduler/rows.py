@@ -20,7 +20,7 @@ _EXCESS = 1.5
 class Rows:
     """Of workers that hold nothing yet. `running` is in order of `Sequence.age`, oldest first.
 
-    num_changes: how often it has changed.
+    num_taken: how many there were so far.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Rows:
         self.kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=cache.enable_prefix_caching)
         self.num_rows = min(info.max_num_seqs, config.max_num_seqs)
         self.running: list[Sequence] = []
-        self.num_changes = 0
+        self.num_taken = 0
         self.cohort = Cohort(info.block_size, in_flight)
         self._shares = shares
         self._free = list(range(self.num_rows - 1, -1, -1))
@@ -51,7 +51,7 @@ class Rows:
         """The sequence gets a row and runs from now on. A row must be free."""
         sequence.row = self._free.pop()
         insort(self.running, sequence, key=by_age)
-        self.num_changes += 1
+        self.num_taken += 1
         self.cohort.got_row(sequence)
         self._shares.of(sequence.tenant).num_rows += 1
 
@@ -60,7 +60,6 @@ class Rows:
         self.cohort.loses_row(sequence)
         self.kv.release(sequence.table)
         del self.running[bisect_left(self.running, sequence.age, key=by_age)]
-        self.num_changes += 1
         self._shares.of(sequence.tenant).num_rows -= 1
         self._freed.append(sequence.row)
         self._free.append(sequence.row)

@@ -19,9 +19,9 @@ SHORT = 0.0003  # a step in which looks are not for nothing
 _COHORT: Any = SimpleNamespace(num_computed=lambda sequence: sequence.num_computed_tokens)
 
 
-def running(rows: list[Any], num_changes: int = 0) -> Any:
-    """num_changes: of a list that is not the one before."""
-    return SimpleNamespace(running=rows, cohort=_COHORT, num_changes=num_changes)
+def running(rows: list[Any], num_taken: int = 0) -> Any:
+    """num_taken: more than before where the list has a new one."""
+    return SimpleNamespace(running=rows, cohort=_COHORT, num_taken=num_taken)
 
 
 def row(drafts: DraftPace | None = None) -> Any:
