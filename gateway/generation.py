@@ -54,6 +54,11 @@ class PromptState:
     num_cached_tokens: int | None = None  # as first told; a recovered engine finds its own output cached too
     logprobs: list[Logprobs] = field(default_factory=list)
 
+    @property
+    def max_tokens(self) -> int:
+        """That were asked for, of each choice."""
+        return 0 if self.is_alone else self.params.max_tokens
+
 
 class Sink(Protocol):
     """Takes deltas at once, or not at all."""
@@ -112,7 +117,7 @@ class Generation:
         self._client: ClientWatch | None = None
         self._is_closed = False
         self._outcome = ""
-        metrics.request_begun(prompts[0].params.max_tokens)
+        metrics.request_begun(prompts[0].max_tokens)
 
     def watch(self, receive: Receive) -> None:
         """From now on a client that goes away cancels everything."""
@@ -157,6 +162,8 @@ class Generation:
             return False
         if (request_id, choice) in self._plain or not sink.is_open:
             return False  # what has a short way and does not go there is to wait
+        if self.prompts[self._prompt_of[request_id]].is_alone:
+            return False
         try:
             self._pour_delta(sink, TokenOutput(request_id, choice, index, [token_id]))
         except Exception as error:
@@ -341,6 +348,8 @@ class Generation:
             return self._apply(item)
         number = self._prompt_of[item.request_id]
         if self.prompts[number].is_alone:
+            if item.finish_reason is None:
+                return None
             item = without_tokens(item)
         output = self.outputs[number * self._n + item.choice]
         place = self.told[output.choice] - 1  # tokens, and what of the end

@@ -11,7 +11,7 @@ SLICE_ENTRIES = 1024  # tokens, and log-probabilities at their places, that one 
 
 
 def is_long(item: TokenOutput | PromptLogprobs) -> bool:
-    """Whether it tells more than one delta may."""
+    """Whether it may tell more than one delta does."""
     return isinstance(item, TokenOutput) and (bool(item.logprobs) or len(item.token_ids) > SLICE_ENTRIES)
 
 

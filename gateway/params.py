@@ -203,7 +203,7 @@ def _refuse_contradictions(request: GenerationRequest) -> None:
     if isinstance(request, CompletionRequest) and request.max_tokens == 0:
         if not request.echo:
             raise InvalidRequestError("max_tokens must be at least 1, but for an echo alone.", param="max_tokens")
-        if request.min_tokens:
+        if request.min_tokens > 0:
             raise InvalidRequestError("min_tokens must not be above max_tokens.", param="min_tokens")
 
 

@@ -65,13 +65,14 @@ class Tracing:
 
 
 def _attributes(generation: Generation, info: RequestInfo, operation: str, model: str) -> dict[str, Any]:
-    params, figures = generation.prompts[0].params, generation.figures()
+    prompt, figures = generation.prompts[0], generation.figures()
+    params = prompt.params
     found: dict[str, Any] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "novainfer",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
-        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.max_tokens": prompt.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.choice.count": params.n,

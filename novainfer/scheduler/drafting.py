@@ -18,11 +18,11 @@ class Drafting:
     def __init__(self, pace: StepPace | None = None) -> None:
         """pace: what is known of the time of steps already."""
         self.pace = StepPace() if pace is None else pace
-        self._quiet_until = 0  # no row looks before this step, unless others run by then
+        self._quiet_until = 0  # no row looks before this step, unless new ones run by then
         self._num_taken = -1  # rows there had been when this was found: those that leave change nothing
 
     def is_quiet(self, step: int, rows: Rows) -> bool:
-        """Whether it is known that nobody has drafts in this step."""
+        """Whether nobody is to have drafts in this step."""
         return step < self._quiet_until and rows.num_taken == self._num_taken
 
     def reconsider(self) -> None:
@@ -47,7 +47,8 @@ class Drafting:
         looking = [(sequence, drafts) for sequence, drafts in drafting if drafts.looks(step, period)]
         chosen = self._that_pay(step, looking, rows, context, room) if looking else {}
         shortest = min([drafts.period(period) for _, drafts in drafting])
-        self._quiet_until = step - step % shortest + shortest
+        # A step may be put together in two passes, the second of which asks again.
+        self._quiet_until = step if chosen else step - step % shortest + shortest
         return chosen
 
     def _that_pay(

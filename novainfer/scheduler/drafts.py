@@ -14,8 +14,9 @@ MAX_DRAFTS = 15  # with the token before them two passes of the CPU kernels over
 _MEMORY = 0.9  # of what earlier drafts came to, after each new one
 _FOUND_MEMORY = 0.7  # of whether earlier looks found any
 _LONGEST_PAUSE = 64  # steps
-# After so many looks in vain a row looks in every second step only, after twice as many in every fourth, and so on,
-# until looks take no more than this share of the time. Rows that look in the same steps leave all others undisturbed.
+# After so many looks in vain, made, or not made since they would not have paid, a row looks in every second step only,
+# after twice as many in every fourth, and so on, until looks take no more than this share of the time. Rows that look in
+# the same steps leave all others undisturbed.
 _VAIN_LOOKS = 2
 _LOOKS_SHARE = 0.02
 _LONGEST_PERIOD = 32
@@ -50,7 +51,7 @@ class DraftPace:
     left: int = 0  # of them
     found: float = 0.3  # share of looks that found drafts, forgetting
     is_tried: bool = False  # it had drafts once, whether or not that was expected to pay
-    vain: int = 2 * _VAIN_LOOKS  # looks since drafts last came true one after another: at first in every fourth step
+    vain: int = 2 * _VAIN_LOOKS  # looks in vain since drafts came true one after another: at first in every fourth step
 
     def looks(self, step: int, longest_period: int) -> bool:
         """Whether it may have drafts in this step at all. longest_period: see `look_period`."""
@@ -58,7 +59,7 @@ class DraftPace:
 
     def period(self, longest: int) -> int:
         """In every how many steps it looks: a power of two."""
-        return min(1 << self.vain // _VAIN_LOOKS, longest)
+        return min(1 << min(self.vain // _VAIN_LOOKS, _LONGEST_PERIOD.bit_length()), longest)
 
     def wanted(self, cost: float) -> int:
         """Drafts for the next step. cost: the time that one adds to it, over the time of each token that it yields."""

@@ -19,6 +19,13 @@ def last_rank(server: RunningServer) -> str:
     return max(title for title in server.processes() if title.startswith("worker"))
 
 
+def of_ray(server: RunningServer, name: str) -> psutil.Process:
+    """The process of the Ray instance that is used now: one that was stopped before may not be gone yet."""
+    named = [process for process in server.tree() if process.name() == name]
+    (running,) = (process for process in named if process.status() != psutil.STATUS_STOPPED)
+    return running
+
+
 def kill_a_rank(server: RunningServer, streams: Streams) -> None:
     strike(server, last_rank(server), KILL)
 
@@ -84,11 +91,11 @@ def kill_the_host_of_a_rank(server: RunningServer, streams: Streams) -> None:
 
 
 def kill_rays_raylet(server: RunningServer, streams: Streams) -> None:
-    next(process for process in server.tree() if process.name() == "raylet").kill()
+    of_ray(server, "raylet").kill()
 
 
 def kill_rays_control_store(server: RunningServer, streams: Streams) -> None:
-    next(process for process in server.tree() if process.name() == "gcs_server").kill()
+    of_ray(server, "gcs_server").kill()
 
 
 def stop_rays_raylet(server: RunningServer, streams: Streams) -> None:
@@ -103,12 +110,12 @@ def _stop_until_ranks_are_replaced(server: RunningServer, name: str) -> None:
     """Ranks that run do not need it: their streams may end before anybody sees that it is stopped."""
     title = last_rank(server)
     rank = server.processes()[title]
-    next(process for process in server.tree() if process.name() == name).suspend()
+    of_ray(server, name).suspend()
     wait_replaced(server, title, rank)
 
 
 def stop_rays_raylet_and_kill_the_host_of_a_rank(server: RunningServer, streams: Streams) -> None:
-    next(process for process in server.tree() if process.name() == "raylet").suspend()
+    of_ray(server, "raylet").suspend()
     kill_the_host_of_a_rank(server, streams)
 
 

@@ -62,7 +62,7 @@ def test_the_demo_model_when_its_steps_are_recorded_then_its_tokens_are_those_of
 def test_a_small_model_when_triton_computes_then_its_tokens_are_those_of_the_cpu(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = str(build_checkpoint("qwen3", tmp_path / "model"))
+    model = str(build_checkpoint("qwen3", tmp_path / "model", "bfloat16"))
     wanted = answers(model, kernel_backend="cpu", **options)
     assert [len(tokens) for tokens in wanted] == [2, 2]
     assert answers(model, kernel_backend="triton", **options) == wanted

@@ -67,19 +67,21 @@ def server(tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
     running.close()
 
 
-def stream_of(response_id: str = "cmpl-1", seed: int = 1, *, is_chat: bool = False, **fields: Any) -> AddRequest:
+def stream_of(
+    response_id: str = "cmpl-1", seed: int = 1, *, is_chat: bool = False, prompt_alone: bool = False, **fields: Any
+) -> AddRequest:
     """A stream of text completions, or of a chat that goes on from its last message, as a gateway sends it."""
     record = StreamRecord(
         is_chat=is_chat, response_id=response_id, created=1, model="m", include_usage=True, continuous_usage=False,
-        event_ids=True, token_ids=True, logprobs=False, echo=False, receipt=False, after_prompt=True,
-        prompt_alone=False,
+        event_ids=True, token_ids=True, logprobs=False, echo=prompt_alone, receipt=False, after_prompt=True,
+        prompt_alone=prompt_alone,
     )  # fmt: skip
     request = AddRequest(
         f"{response_id}-0",
         PROMPT,
-        SamplingParams(seed=seed, max_tokens=LENGTH, ignore_eos=True),
+        SamplingParams(seed=seed, max_tokens=1 if prompt_alone else LENGTH, ignore_eos=True),
         aliases=[response_id, "mine"],
-        answer=PromptRecord(record, 0, 1, "").to_json(),
+        answer=PromptRecord(record, 0, 1, "as it was" if prompt_alone else "").to_json(),
     )
     return replace(request, **fields)
 
@@ -104,6 +106,19 @@ def test_given_head_when_asked_then_it_is_refused_and_the_stream_can_still_be_fe
         refused = http.head("/v1/streams/mine")
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
     assert read(server.fetch())[:2] == (server.tokens(sent), ["length"])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+@pytest.mark.parametrize(("after", "text"), [("0", "as it was"), ("1", "")])
+def test_given_a_prompt_that_is_told_alone_when_fetched_then_nothing_is_told_of_the_engines_token(
+    server: Server, num_tokens: int, after: str, text: str
+) -> None:
+    server.scheduler.leave_behind(stream_of(prompt_alone=True), num_tokens=num_tokens)
+    response = server.fetch(after=after)
+    ids, reasons, usage = read(response)
+    assert (ids, reasons, usage["completion_tokens"]) == ([], ["length"], 0)
+    chunks = [json.loads(data) for _, data in events(iter(response.text.split("\n"))) if data != "[DONE]"]
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == text
 
 
 def test_given_several_clients_when_they_fetch_one_stream_at_once_then_one_gets_it_and_the_others_are_told(

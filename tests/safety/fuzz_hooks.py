@@ -29,7 +29,7 @@ STEPS = "novainfer_engine_steps_total"
 BETWEEN_FIELDS = {
     "min_tokens", "max_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs", "allowed_token_ids",
     "banned_token_ids", "bad_words", "logit_bias", "continue_final_message", "messages", "prompt", "n", "stop",
-    "best_of", "stream_options",
+    "best_of", "stream_options", "receipt",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answers import chunks_of
+from gateway.answers import ChatChunks, CompletionChunks, chunks_of
 from gateway.context import RequestInfo
 from gateway.engine_metrics import ClientView
 from gateway.generation import Generation, PromptState
 from gateway.metrics import GatewayMetrics
 from gateway.stream_record import PromptRecord, StreamRecord, parse_event_id
 from novainfer.client.journal import taken_over
+from novainfer.client.output import ChoiceDelta
 from novainfer.client.stream import RequestStream
 from novainfer.errors import InvalidRequestError
-from novainfer.protocol.messages import AddRequest, EngineInfo, Logprobs, TokenOutput
+from novainfer.protocol.messages import AddRequest, EngineInfo, Logprobs, PromptLogprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
 from tests.chaos.streams import events
@@ -33,7 +35,9 @@ RECORD = StreamRecord(
     event_ids=True, token_ids=False, logprobs=False, echo=False, receipt=False, after_prompt=False,
     prompt_alone=False,
 )  # fmt: skip
-Said = list[tuple[str, int, str, list[float], str | None]]  # (event id, choice, text, log-probabilities, finish reason)
+Said = list[
+    tuple[str, int, str, list[float | None], str | None]
+]  # (event id, choice, text, log-probabilities, finish reason)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +71,12 @@ def say(
     record = replace(RECORD, is_chat=is_chat, logprobs=params.logprobs is not None, echo=prompt_alone)
     chunks = chunks_of(generation, record, None)
     said: Said = []
+    if prompt_alone and params.logprobs is not None:
+        stream.push(PromptLogprobs("r", 1, [Logprobs(6, -6.5, 1)]))
     for first in range(0, len(outputs), num_at_once):
         for output in outputs[first : first + num_at_once]:
             stream.push(output)
-        lines = b"".join(chunks(delta) for delta in generation.take()).decode()
+        lines = b"".join(asyncio.run(write(chunks, delta)) for delta in generation.take()).decode()
         for event_id, data in events(iter(lines.split("\n"))):
             for choice in json.loads(data)["choices"]:
                 text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
@@ -78,12 +84,17 @@ def say(
     return said
 
 
-def told_logprobs(choice: dict[str, Any]) -> list[float]:
+async def write(chunks: ChatChunks | CompletionChunks, delta: ChoiceDelta) -> bytes:
+    await chunks.prepare(delta)
+    return chunks(delta)
+
+
+def told_logprobs(choice: dict[str, Any]) -> list[float | None]:
     logprobs = choice.get("logprobs") or {}
     return logprobs.get("token_logprobs") or [entry["logprob"] for entry in logprobs.get("content") or []]
 
 
-def whole(said: Said, choice: int) -> tuple[str, list[float], list[str | None]]:
+def whole(said: Said, choice: int) -> tuple[str, list[float | None], list[str | None]]:
     mine = [event for event in said if event[1] == choice]
     logprobs = [logprob for *_, part, _ in mine for logprob in part]
     return "".join(text for _, _, text, _, _ in mine), logprobs, [reason for *_, reason in mine if reason]
@@ -156,7 +167,10 @@ def test_given_any_stream_when_cut_after_any_event_then_the_rest_makes_it_whole(
 
     first = say(tokenizer, params, outputs(sizes, [[] for _ in choices]), is_chat=is_chat, prompt_alone=prompt_alone)
     if prompt_alone:
-        assert all(whole(first, choice) == ("ab", [], ["length"]) for choice in range(len(choices)))
+        assert all(
+            whole(first, choice) == ("ab", [] if logprobs is None else [None, -6.5], ["length"])
+            for choice in range(len(choices))
+        )
     for number, (event_id, *_) in enumerate(first):
         told = [max(place - 1, 0) for place in parse_event_id(event_id, [most] * len(choices))]
         later = outputs(again, taken_over(claimed, told).emitted)
