@@ -15,8 +15,8 @@ _MEMORY = 0.9  # of what earlier drafts came to, after each new one
 _FOUND_MEMORY = 0.7  # of whether earlier looks found any
 _LONGEST_PAUSE = 64  # steps
 # After so many looks in vain, made, or not made since they would not have paid, a row looks in every second step only,
-# after twice as many in every fourth, and so on, until looks take no more than this share of the time. Rows that look in
-# the same steps leave all others undisturbed.
+# after twice as many in every fourth, and so on, until looks take no more than this share of the time. Rows that look
+# in the same steps leave all others undisturbed.
 _VAIN_LOOKS = 2
 _LOOKS_SHARE = 0.02
 _LONGEST_PERIOD = 32

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,10 @@ def test_product_code_when_read_then_every_file_of_a_checkpoint_is_of_one_revisi
                     wrong.append(f"{short(path)}:{node.lineno} names no revision")
     assert seen > 5
     assert not wrong
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
+def test_every_file_when_linted_then_there_is_nothing_to_say(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "ruff", *arguments, "--no-cache", "."]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
