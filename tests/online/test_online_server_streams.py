@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import openai
@@ -121,6 +122,26 @@ def test_given_a_loglikelihood_request_when_sent_then_prompt_and_output_are_scor
     assert len(values) > 4
     assert all(value is not None and value <= 0 for value in values[1:])
     assert scored.choices[0].text.startswith("NovaInfer is a server")
+
+
+def test_given_no_token_to_generate_when_a_text_is_scored_then_it_is_as_beside_one(server: RunningServer) -> None:
+    text, other = "The gateway sends tokens.", "The scheduler plans steps."
+    with server.sdk() as client:
+        ask = partial(client.completions.create, model="demo", echo=True, logprobs=2, temperature=0)
+        one, alone = (ask(prompt=[text, other], max_tokens=count) for count in (1, 0))
+        streamed = list(ask(prompt=[text, other], max_tokens=0, stream=True))
+    assert [choice.text for choice in alone.choices] == [text, other]
+    for beside, choice in zip(one.choices, alone.choices, strict=True):
+        assert beside.logprobs is not None
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == (beside.logprobs.token_logprobs or [])[:-1]
+        assert choice.logprobs.tokens == (beside.logprobs.tokens or [])[:-1]
+        assert choice.finish_reason == "length"
+        parts = [part for chunk in streamed for part in chunk.choices if part.index == choice.index]
+        assert "".join(part.text for part in parts) == choice.text
+        assert [part.logprobs for part in parts if part.logprobs] == [choice.logprobs]
+    assert alone.usage is not None
+    assert alone.usage.completion_tokens == 0
 
 
 def test_given_prompt_lookup_when_text_repeats_itself_then_streams_are_the_same_and_drafts_came_true(
