@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 
 from gateway.body_writer import BodyWriter
 from gateway.generation import Generation, PromptState
-from gateway.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from gateway.logprobs import ChatLogprobs, CompletionLogprobs, LogprobRoom, PromptLogprobs
 from gateway.plain_choice import PlainChoice, Spelling
 from gateway.receipts import Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.slices import Slices, Written, to_json, write_object
-from gateway.sse import DONE, event, json_bytes, json_string
+from gateway.sse import DONE, KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, event, json_bytes, json_string
 from gateway.stream_record import StreamRecord
 from novainfer import __version__
 from novainfer.client.output import ChoiceDelta, ChoiceOutput
@@ -77,6 +77,11 @@ class _Chunks:
         """What follows the last delta takes no time: it has no receipts."""
         return self._receipts is None
 
+    @property
+    def keep_alive(self) -> bytes:
+        """See `Chunks`."""
+        return KEEP_ALIVE_BETWEEN_IDS if self._record.event_ids else KEEP_ALIVE
+
     def plain(self, output: ChoiceOutput, writer: BodyWriter) -> PlainChoice | None:
         """The short way for the tokens of a choice that has begun; None if more is told of them than their text."""
         record = self._record
@@ -101,13 +106,14 @@ class _Chunks:
         """The finish reason is about to be told."""
         self._places[choice] = self._generation.outputs[choice].num_tokens + 3
 
-    def _chunk(self, choice: int, fields: str) -> str:
+    def _chunk(self, choice: int, fields: str, more: str = "") -> str:
+        """more: fields that stand beside the choices."""
         if self._record.continuous_usage:
             usage = ',"usage":' + to_json(self._generation.usage())
         else:
             usage = ',"usage":null' if self._record.include_usage else ""
         event_id = f"id: {'-'.join(map(str, self._places))}\n" if self._record.event_ids else ""
-        return f"{event_id}{self._head}{choice},{fields}}}]{usage}}}\n\n"
+        return f"{event_id}{self._head}{choice},{fields}}}]{usage}{more}}}\n\n"
 
     async def last(self) -> bytes:
         """After the last choice has ended: usage and receipts where asked for, in one chunk without choices."""
@@ -128,9 +134,8 @@ class ChatChunks(_Chunks):
         chunks: list[str] = []
         if self._begins(delta.choice):
             first = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-            if self._record.token_ids:
-                first += f',"prompt_token_ids":{self._generation.prompt_of(delta.choice).token_ids}'
-            chunks.append(self._chunk(delta.choice, first))
+            prompt = f',"prompt_token_ids":{self._generation.prompts[0].token_ids}' if self._record.token_ids else ""
+            chunks.append(self._chunk(delta.choice, first, prompt))  # as in a whole answer, and with vLLM
         self._places[delta.choice] += len(delta.token_ids) + (delta.finish_reason is not None)
         if delta.text or delta.logprobs or (self._record.token_ids and delta.token_ids):
             ids = f',"token_ids":{delta.token_ids}' if self._record.token_ids else ""
@@ -200,7 +205,7 @@ Logprobs = TypeVar("Logprobs", bound=ChatLogprobs | CompletionLogprobs)
 class _Answer(ABC, Generic[Logprobs]):
     """A whole answer. Subclasses say how its choices are written.
 
-    logprobs: makes what writes the log-probabilities of one choice.
+    logprobs: makes what writes the log-probabilities of one choice. room: for those. Close it in the end.
     """
 
     kind = ""
@@ -211,8 +216,11 @@ class _Answer(ABC, Generic[Logprobs]):
         record: StreamRecord,
         request: ChatRequest | CompletionRequest,
         logprobs: type[Logprobs],
+        room: LogprobRoom,
     ) -> None:
         self._generation = generation
+        self._room = room
+        self._num_held = 0
         self._record = record
         self._num_prompt_top = request.prompt_logprobs
         self._wants_prompts = request.prompt_logprobs is not None
@@ -220,9 +228,19 @@ class _Answer(ABC, Generic[Logprobs]):
         self._logprobs: list[Logprobs] = [logprobs() for _ in generation.outputs] if record.logprobs else []
 
     def describe(self, delta: ChoiceDelta) -> None:
-        """Write the delta's log-probabilities."""
+        """Write the delta's log-probabilities. Raises what `LogprobRoom.take` raises."""
+        if not delta.logprobs:
+            return
+        count = sum([1 + len(entry.top) for entry in delta.logprobs])
+        self._room.take(count, self._num_held)
+        self._num_held += count
         for entry in delta.logprobs:
             self._logprobs[delta.choice].add(entry)
+
+    def close(self) -> None:
+        """It holds no more. Idempotent."""
+        self._room.give_back(self._num_held)
+        self._num_held = 0
 
     async def write(self, wholes: list[ChoiceDelta], receipts: Receipts | None) -> Written:
         """The answer's JSON, once every choice has ended."""
@@ -262,8 +280,8 @@ class ChatAnswer(_Answer[ChatLogprobs]):
 
     kind = "chat.completion"
 
-    def __init__(self, generation: Generation, record: StreamRecord, request: ChatRequest) -> None:
-        super().__init__(generation, record, request, ChatLogprobs)
+    def __init__(self, generation: Generation, record: StreamRecord, request: ChatRequest, room: LogprobRoom) -> None:
+        super().__init__(generation, record, request, ChatLogprobs, room)
 
     async def _choice(self, whole: ChoiceDelta) -> dict[str, Any]:
         return {
@@ -288,8 +306,10 @@ class CompletionAnswer(_Answer[CompletionLogprobs]):
 
     kind = "text_completion"
 
-    def __init__(self, generation: Generation, record: StreamRecord, request: CompletionRequest) -> None:
-        super().__init__(generation, record, request, CompletionLogprobs)
+    def __init__(
+        self, generation: Generation, record: StreamRecord, request: CompletionRequest, room: LogprobRoom
+    ) -> None:
+        super().__init__(generation, record, request, CompletionLogprobs, room)
         self._num_top = request.logprobs
         self._prompts: dict[str, tuple[CompletionLogprobs, dict[str, Any]]] = {}  # by request id
 

@@ -31,7 +31,16 @@ from gateway.service import GatewayService
 from novainfer import __version__
 
 # What a page of another origin may read of an answer, beside its body.
-_EXPOSED = ("x-request-id", "x-novainfer-ignored", "x-novainfer-mode", "retry-after", *QUOTA_HEADERS)
+_EXPOSED = (
+    "x-request-id",
+    "x-novainfer-ignored",
+    "x-novainfer-mode",
+    "openai-processing-ms",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    *QUOTA_HEADERS,
+)
 
 
 async def openapi(call: Call) -> Response:

@@ -7,9 +7,13 @@ from json.encoder import encode_basestring, encode_basestring_ascii
 
 from gateway.slices import Written
 from novainfer.client.output import TokenLogprob, TokenText
+from novainfer.errors import InvalidRequestError, OverloadedError
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 _KEPT = 2**15  # tokens whose JSON is kept
+# An entry has some 85 bytes of JSON. 128k tokens with 20 alternatives each have 2.8 million.
+MAX_OF_ANSWER = 2**22
+MAX_HELD = 2**24
 
 
 @lru_cache(_KEPT)
@@ -34,6 +38,29 @@ class _Items(list[str]):
 
     def add(self, item: str) -> None:
         self.append(f",{item}" if self else item)
+
+
+class LogprobRoom:
+    """How many log-probabilities this gateway holds for whole answers, which nobody has before their end."""
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    def take(self, count: int, held: int) -> None:
+        """For an answer that holds so many already. Raises `InvalidRequestError` where that would be too many, and
+        `OverloadedError` where all would be.
+        """
+        if held + count > MAX_OF_ANSWER:
+            words = f"logprobs: a whole answer can tell {MAX_OF_ANSWER} log-probabilities: stream it, or ask for fewer."
+            raise InvalidRequestError(words, param="logprobs")
+        if self._held + count > MAX_HELD:
+            words = "Too many log-probabilities are held for whole answers. Please stream them, or retry later."
+            raise OverloadedError(words, retry_after=5.0)
+        self._held += count
+
+    def give_back(self, count: int) -> None:
+        """An answer is sent, or will not be."""
+        self._held -= count
 
 
 class ChatLogprobs:

@@ -14,7 +14,8 @@ _Known = Mapping[str, Any]
 _FUNCTION_CALL: _Known = {"name": None, "arguments": None}
 _MESSAGE: _Known = {
     "role": None,
-    "content": {"type": None, "text": None, "refusal": None},
+    "type": None,  # some programs that evaluate models write it
+    "content": {"type": None, "text": None, "refusal": None, "cache_control": None},  # the last is a hint of others
     "name": None,
     "tool_calls": {"id": None, "type": None, "index": None, "function": _FUNCTION_CALL},
     "tool_call_id": None,

@@ -12,6 +12,7 @@ from novainfer.protocol.messages import EngineInfo
 from novainfer.sampling.params import MAX_SEED, MIN_TEMPERATURE, SamplingParams, validate
 from novainfer.text.tokenizer import Tokenizer
 
+RANDOM_SEED = -1  # what other servers take for none
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; a chat may fill the context
 
 MAX_BAD_WORDS = 256
@@ -91,7 +92,7 @@ def _sampling_params(
         min_tokens=request.min_tokens,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        seed=draw_seed() if request.seed is None else request.seed,
+        seed=draw_seed() if request.seed in (None, RANDOM_SEED) else request.seed,
         logit_bias=_logit_bias(request.logit_bias) if request.logit_bias else {},
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         banned_token_ids=_banned_token_ids(request, tokenizer, info.vocab_size),
@@ -163,7 +164,9 @@ def _max_tokens(request: ChatRequest | CompletionRequest, num_prompt_tokens: int
         return rest if asked is None else asked
     if asks_for_prompt_alone(request):
         return 1  # see `PromptState.is_alone`
-    return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.max_tokens is None:
+        return max(min(COMPLETION_MAX_TOKENS, max_model_len - num_prompt_tokens), 1)
+    return request.max_tokens
 
 
 def _check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:

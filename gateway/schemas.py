@@ -20,7 +20,7 @@ from novainfer.text.chat_template import OWN_NAMES
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 MAX_PROMPTS = 1024
-MAX_MESSAGES = 16_384
+MAX_MESSAGES = 8192
 MAX_TOOLS = 256
 MAX_TEMPLATE_KWARGS = 16
 KWARG_NAME = r"^[A-Za-z][A-Za-z0-9_]{0,63}$"
@@ -126,7 +126,7 @@ class GenerationRequest(_Body):
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    unsupported = frozenset({"echo", "functions", "function_call", "audio", "prediction", "web_search_options"})
+    unsupported = frozenset({"echo", "functions", "function_call", "audio", "web_search_options"})
 
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Int | None = None
@@ -186,16 +186,26 @@ Body = TypeVar("Body", GenerationRequest, ChatRequest, CompletionRequest, Tokeni
 UNSUPPORTED = frozenset(
     {
         "chat_template",
+        "ebnf",
+        "grammar",
+        "input_ids",
+        "json_schema",
         "logits_processors",
+        "lora_path",
         "min_completion_tokens",
         "prompt_embeds",
+        "prompt_token_ids",
+        "regex",
+        "structural_tag",
         "structured_outputs",
         "truncate_prompt_tokens",
         "use_beam_search",
     }
 )
 UNSUPPORTED_PREFIX = "guided_"
-_NO_OPS = frozenset({"suffix", "best_of"})
+_NO_OPS = frozenset({"suffix", "best_of", "function_call"})
+_ON_WHEN_EMPTY = frozenset({"web_search_options"})
+MAX_FIELDS = 256
 _UNIONS = {
     "prompt": "it is a string, a list of strings, a list of token ids (whole numbers from 0), or a list of such lists",
     "stop": "it is a string or a list of strings",
@@ -210,6 +220,7 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
 
     Raises `InvalidRequestError` for the first field that is wrong, not supported yet or (strict_params) unknown.
     """
+    _check_size(body)
     present = {name: value for name, value in body.items() if value is not None}
     for name in _NO_OPS & present.keys() & kind.unsupported:
         if _changes_nothing(name, present):
@@ -217,7 +228,7 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
     fields = _fields_of(kind)
     for name in [name for name in present if name not in fields]:
         if name in kind.unsupported or name in UNSUPPORTED or name.startswith(UNSUPPORTED_PREFIX):
-            if present[name] is False:  # a feature that is switched off
+            if _is_off(name, present[name]):
                 continue
             raise InvalidRequestError(f"{_shown(name)} is not supported yet.", param=_shown(name))
     if isinstance(present.get("stream_options"), dict):
@@ -272,7 +283,28 @@ def _changes_nothing(name: str, present: dict[str, Any]) -> bool:
     value: object = present[name]
     if name == "suffix":
         return value == ""
+    if name == "function_call":
+        return value == "none" or (value == "auto" and not present.get("functions"))
     return type(value) is int and value == present.get("n", 1)  # the best n of n
+
+
+def _is_off(name: str, value: object) -> bool:
+    """A feature that is switched off, or given nothing to do."""
+    return value is False or (value in ("", [], {}) and name not in _NO_OPS | _ON_WHEN_EMPTY)
+
+
+def _check_size(body: dict[str, Any]) -> None:
+    """Of what takes the schema long: whatever is wrong with it, others must not wait for that."""
+    if len(body) > MAX_FIELDS:
+        raise InvalidRequestError(f"The request body has more than {MAX_FIELDS} fields.")
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        raise too_many_prompts()
+
+
+def too_many_prompts() -> InvalidRequestError:
+    """Or none at all."""
+    return InvalidRequestError(f"prompt must hold 1 to {MAX_PROMPTS} prompts.", param="prompt")
 
 
 def _unknown_field(path: str) -> InvalidRequestError:

@@ -17,6 +17,7 @@ from gateway.engine_metrics import ClientView, EngineView
 from gateway.errors import ApiError
 from gateway.generation import Generation, PromptState
 from gateway.limits import Cost, Limits, Room
+from gateway.logprobs import LogprobRoom
 from gateway.metrics import GatewayMetrics
 from gateway.params import check_repeated, draw_seed, estimate_cost, resolve_params
 from gateway.quotas import quotas_of
@@ -77,6 +78,7 @@ class GatewayService:
         self.metrics.watch_tenants(lambda: self.limits.live_by_tenant)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
         is_shared = len({key.tenant for key in config.keys}) > 1
+        self.logprob_room = LogprobRoom()
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes, is_shared=is_shared)
         self._is_successor = is_successor
         self._digest = ModelDigest(config.model)

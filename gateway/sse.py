@@ -25,7 +25,9 @@ from novainfer.errors import EngineError, NovaInferError
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0
-KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # some readers cut a stream at its empty lines, and pass over what begins with a colon
+# Once an event has had an id, an empty line is an event without data to others, OpenAI's SDK among them.
+KEEP_ALIVE_BETWEEN_IDS = b": keep-alive\n"
 DONE = b"data: [DONE]\n\n"
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -76,6 +78,10 @@ class Chunks(Protocol):
     @property
     def ends_at_once(self) -> bool:
         """Whether what follows the last delta takes no time."""
+
+    @property
+    def keep_alive(self) -> bytes:
+        """What says to a client that waits that we are there."""
 
     def plain(self, output: ChoiceOutput, writer: BodyWriter) -> PlainChoice | None:
         """The short way for the tokens of a choice that has begun; None if more is told of them than their text."""
@@ -153,7 +159,7 @@ class SseResponse:
         self._slices.begin()
         if self._is_quiet:
             self._is_quiet = False
-            await self._send(send, KEEP_ALIVE)
+            await self._send(send, self._chunks.keep_alive)
         data, is_due = b"", False
         for delta in self._generation.take():
             await self._chunks.prepare(delta)
@@ -191,7 +197,7 @@ class SseResponse:
         last = asyncio.ensure_future(self._last())
         try:
             while not (await asyncio.wait([last], timeout=KEEP_ALIVE_SECONDS))[0]:
-                await self._send(send, KEEP_ALIVE)
+                await self._send(send, self._chunks.keep_alive)
             return await last
         finally:
             last.cancel()

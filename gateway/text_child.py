@@ -94,7 +94,8 @@ class TextWork:
         """Refuses a text without tokenising it if it is far too long."""
         if job.max_model_len and not self._tokenizer.fits(text, job.max_model_len):
             raise InvalidRequestError(
-                f"{len(text)} characters are far beyond this model's context of {job.max_model_len} tokens.",
+                f"This model's maximum context length is {job.max_model_len} tokens. However, your text of {len(text)} "
+                "characters makes far more.",
                 param=job.param,
                 code="context_length_exceeded",
             )
@@ -132,7 +133,8 @@ def _reply_frame(reply: Reply, param: str) -> bytes:
     try:
         return to_frame(reply)
     except ProtocolError:
-        return to_frame(Refused("The text of this request makes too many tokens.", param, "context_length_exceeded"))
+        words = "This model's maximum context length is far exceeded: the text of this request makes too many tokens."
+        return to_frame(Refused(words, param, "context_length_exceeded"))
 
 
 def limit_memory(more: int) -> None:

@@ -13,6 +13,7 @@ from novainfer.config import DEMO_MODEL, ModelConfig
 from novainfer.errors import ConfigError
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+_OTHER_FORMATS = ("consolidated*.safetensors", "original/*", "metal/*", "onnx/*")  # the same weights once more
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -72,7 +73,9 @@ def _from_hub(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download  # only hub ids need it, and it takes time to import
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(files), ignore_patterns=list(_OTHER_FORMATS))
+        )
     except Exception as error:  # network, permission, no such repository, offline: all mean "not available"
         reason = str(error).split("\n")[0]
         raise ConfigError(

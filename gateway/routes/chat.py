@@ -22,7 +22,7 @@ async def chat_completions(call: Call) -> None:
     refuse_unsupported(request)
     with service.admit_generation(call.info, request, 1):
         (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
-        request = without_prompt(request)
+        request = without_prompt(_with_marks_of_calls(request))
         await generate(call, request, [(token_ids, "")], headers, model=model, wants_receipt=wants_receipt)
 
 
@@ -43,6 +43,13 @@ def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> Rend
         add_special_tokens=bool(request.add_special_tokens),  # the template writes the special tokens itself
         max_model_len=max_model_len,
     )
+
+
+def _with_marks_of_calls(request: ChatRequest) -> ChatRequest:
+    """Calls come back as text, and some models mark them by special tokens: told, unless the client says otherwise."""
+    if not request.tools or request.tool_choice == "none" or "skip_special_tokens" in request.model_fields_set:
+        return request
+    return request.model_copy(update={"skip_special_tokens": False})
 
 
 def refuse_unsupported(request: ChatRequest) -> None:

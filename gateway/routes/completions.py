@@ -6,9 +6,8 @@ from typing import cast
 
 from gateway.routes.endpoint import Call
 from gateway.routes.generate import generate
-from gateway.schemas import MAX_PROMPTS, CompletionRequest, without_prompt
+from gateway.schemas import MAX_PROMPTS, CompletionRequest, too_many_prompts, without_prompt
 from gateway.text_jobs import DecodeJob, EncodeJob, pack_ids
-from novainfer.errors import InvalidRequestError
 
 Prompt = str | list[int]
 
@@ -35,7 +34,7 @@ def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list
     is_one = bool(prompt) and isinstance(prompt[0], int)  # the schema has no lists of both kinds
     prompts = cast(list[Prompt], [prompt] if is_one else prompt)
     if not prompts or len(prompts) > MAX_PROMPTS:
-        raise InvalidRequestError(f"prompt must hold 1 to {MAX_PROMPTS} prompts.", param="prompt")
+        raise too_many_prompts()
     return prompts
 
 

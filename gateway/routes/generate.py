@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from gateway.answers import ChatAnswer, CompletionAnswer, chunks_of
 from gateway.routes.endpoint import MODE_HEADER, Call
 from gateway.schemas import ChatRequest, CompletionRequest
@@ -42,9 +44,10 @@ async def generate(
         generation.watch(call.receive)
         answer: ChatAnswer | CompletionAnswer
         if isinstance(request, ChatRequest):
-            answer = ChatAnswer(generation, record, request)
+            answer = ChatAnswer(generation, record, request, service.logprob_room)
         else:
-            answer = CompletionAnswer(generation, record, request)
-        wholes = await generation.collect(answer.describe)
-        whole = await SlicedResponse.of(await answer.write(wholes, receipts), headers)
+            answer = CompletionAnswer(generation, record, request, service.logprob_room)
+        with closing(answer):
+            wholes = await generation.collect(answer.describe)
+            whole = await SlicedResponse.of(await answer.write(wholes, receipts), headers)
     await call.answer(whole)

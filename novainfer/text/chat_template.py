@@ -202,6 +202,11 @@ def _plain_message(message: Message, where: str, *, keep_developer: bool, keep_n
     """
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _text_content(message, where)
+    if "function_call" in plain:  # the older form of a call, and of its result's role
+        plain.setdefault("tool_calls", [{"type": "function", "function": plain["function_call"]}])
+        del plain["function_call"]
+    if plain.get("role") == "function":
+        plain["role"] = "tool"
     if plain.get("role") == "developer" and not keep_developer:
         plain["role"] = "system"  # the newer name of the same role; most templates know only the older
     calls = plain.pop("tool_calls", [])
@@ -214,8 +219,12 @@ def _plain_message(message: Message, where: str, *, keep_developer: bool, keep_n
 
 
 def _text_content(message: Message, where: str) -> str:
-    """The message's words. Only an assistant may have none, which called something, say: but not by a slip alone."""
+    """The message's words. None at all may have an assistant, which called something, say, and what such a call gave:
+    but not by a slip alone.
+    """
     content, is_answer = message.get("content"), message.get("role") == "assistant"
+    if content in (None, []) and message.get("role") in ("tool", "function") and "content" in message:
+        return ""
     if is_answer and content in (None, []) and any(name in message for name in _ANSWER):
         content = message.get("refusal") or ""
     if isinstance(content, str):
@@ -223,14 +232,13 @@ def _text_content(message: Message, where: str) -> str:
     if not isinstance(content, list) or not content:  # no words are nearly always a slip, such as a misspelt name
         words = f"{where}.content must be a string, or a list of at least one text part."
         raise InvalidRequestError(words, param="messages")
-    kinds = ("text", "refusal") if is_answer else ("text",)
+    kinds = ("text", "output_text", "refusal") if is_answer else ("text", "input_text")
     return "\n".join(_text_of_part(part, kinds, where) for part in content)
 
 
 def _text_of_part(part: Any, kinds: tuple[str, ...], where: str) -> str:
-    """Which stands under the name of its type."""
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(kind) if kind in kinds else None
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in kinds else None
     if not isinstance(text, str):
         raise InvalidRequestError(f"{where}.content: only text is supported.", param="messages")
     return text

@@ -38,7 +38,7 @@ def spec_of_json(config: dict[str, Any], folder: Path) -> DecoderSpec:
     return decoder_spec(load_hf_config(folder), torch.float32)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("gemma3")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("gemma3", "mistral3"))])
 def test_config_given_older_format_when_read_then_gives_the_same_spec(name: str, tmp_path: Path) -> None:
     config = build_config(name).to_dict()
     rope = config.pop("rope_parameters")
@@ -70,6 +70,7 @@ def test_gemma3_given_older_format_when_read_then_sliding_and_full_layers_have_t
     [
         ("llama", (None, None)),
         ("mistral", (12, 12)),
+        ("mistral3", (12, 12)),
         ("qwen2", (None, None, 12, 12)),
         ("gemma2", (12, None, 12, None)),
         ("gemma3", (12, 12, None, 12)),
@@ -100,6 +101,40 @@ def test_gemma_given_bidirectional_attention_when_built_then_refused() -> None:
     config.use_bidirectional_attention = True
     with pytest.raises(UnsupportedModelError, match="bidirectional"):
         decoder_spec(config, torch.float32)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_given_a_mask_that_is_not_causal_when_built_then_refused(name: str) -> None:
+    config = build_config(name)
+    config.get_text_config().is_causal = False
+    with pytest.raises(UnsupportedModelError, match="bidirectional"):
+        decoder_spec(config, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "gemma3"])
+def test_layers_given_their_type_without_a_window_when_built_then_refused(name: str) -> None:
+    config = build_config(name)
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    config.sliding_window = None
+    with pytest.raises(UnsupportedModelError, match="sliding_window is null"):
+        decoder_spec(config, torch.float32)
+
+
+def test_mistral3_given_another_text_model_when_built_then_refused_by_its_name() -> None:
+    config = build_config("mistral3")
+    config.text_config = build_config("llama")
+    with pytest.raises(UnsupportedModelError, match="'llama' inside of 'mistral3'"):
+        decoder_spec(config, torch.float32)
+
+
+def test_longrope_given_its_first_name_when_read_then_gives_the_same_spec(tmp_path: Path) -> None:
+    config = build_config("phi3_longrope").to_dict()
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope["rope_theta"], "partial_rotary_factor": rope["partial_rotary_factor"]}
+    factors = {name: rope[name] for name in ("short_factor", "long_factor")}
+    for kind in ("type", "rope_type"):
+        config["rope_scaling"] = {kind: "su", **factors}
+        assert spec_of_json(config, tmp_path / kind) == spec_of("phi3_longrope")
 
 
 def test_rotary_given_unknown_type_when_built_then_refused() -> None:

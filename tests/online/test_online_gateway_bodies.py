@@ -59,7 +59,7 @@ TURNS = [
 ]
 LEGITIMATE = {
     "punctuation in a text": {**BODY, "user": TEXT},
-    "the longest history": {**BODY, "unknown": TURNS * 8192},
+    "the longest history": {**BODY, "unknown": TURNS * 4096},
     "a long prompt of ids": {**BODY, "unknown": [123456] * 131_072},
     "full lists": {
         **BODY,

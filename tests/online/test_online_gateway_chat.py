@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway import logprobs
 from novainfer.text.tokenizer import Tokenizer
 from tests.fakes import oracle_tokens, write_sentencepiece
 from tests.online.conftest import Pair
@@ -214,6 +215,59 @@ def test_given_tools_and_kwargs_when_sent_then_only_what_the_template_uses_chang
     assert pair.tokenizer.decode(pair.scheduler.added[0].prompt_token_ids, skip_special_tokens=False).endswith(
         "<|im_end|>\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_shown"),
+    [({}, True), ({"tool_choice": "none"}, False), ({"skip_special_tokens": True}, False), ({"tools": []}, False)],
+)
+def test_given_tools_when_a_model_marks_its_calls_by_special_tokens_then_they_are_told_unless_asked_otherwise(
+    pair: Pair, fields: dict[str, Any], is_shown: bool
+) -> None:
+    mark = next(iter(pair.tokenizer.special_ids - set(pair.tokenizer.eos_token_ids)))
+    words = pair.tokenizer.encode("f()", add_special_tokens=False)
+    pair.scheduler.script = lambda request, choice: [mark, *words]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    answer = pair.post("/v1/chat/completions", {"messages": HELLO, "tools": tools, **fields}).json()
+    spelled = pair.tokenizer.token(mark) if is_shown else ""
+    assert answer["choices"][0]["message"]["content"] == f"{spelled}f()"
+
+
+def test_given_token_ids_when_streamed_then_the_prompts_stand_beside_the_choices_of_the_first_chunk(pair: Pair) -> None:
+    body = {"messages": HELLO, "stream": True, "max_tokens": 3, "n": 2, "return_token_ids": True}
+    with pair.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    told = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
+    assert chunks[0]["prompt_token_ids"] == pair.scheduler.added[0].prompt_token_ids
+    assert told == [pair.scheduler.added[0].prompt_token_ids] * 2
+    assert all("prompt_token_ids" not in chunk["choices"][0] for chunk in chunks)
+
+
+def test_given_the_seed_that_stands_for_none_when_sent_twice_then_each_answer_has_one_of_its_own(pair: Pair) -> None:
+    for _ in range(2):
+        assert pair.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1, "seed": -1}).status_code == 200
+    seeds = [request.params.seed for request in pair.scheduler.added]
+    assert len({-1, *seeds}) == 3
+
+
+def test_given_whole_answers_when_they_would_hold_too_many_logprobs_then_they_end_and_others_go_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = pair.gateway.service.logprob_room
+    body = {"messages": HELLO, "max_tokens": 4, "logprobs": True, "top_logprobs": 1}
+    monkeypatch.setattr(logprobs, "MAX_OF_ANSWER", 7)
+    refused = pair.post("/v1/chat/completions", body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+    assert pair.post("/v1/chat/completions", body | {"max_tokens": 3}).status_code == 200
+    assert pair.post("/v1/chat/completions", body | {"stream": True}).text.endswith("data: [DONE]\n\n")
+    monkeypatch.setattr(logprobs, "MAX_HELD", 8)
+    room.take(5, 0)  # of another answer
+    refused = pair.post("/v1/chat/completions", body | {"max_tokens": 3})
+    assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    room.give_back(5)
+    assert pair.post("/v1/chat/completions", body | {"max_tokens": 3}).status_code == 200
+    room.take(7, 0)  # nothing is held any more
+    room.give_back(7)
 
 
 def test_given_a_conversation_with_calls_and_refusals_when_sent_back_then_it_is_answered(pair: Pair) -> None:

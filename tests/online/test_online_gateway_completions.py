@@ -137,6 +137,19 @@ def test_given_choices_that_would_repeat_too_many_logprobs_of_prompts_when_sent_
     assert not pair.scheduler.added
 
 
+def test_given_a_prompt_near_the_contexts_end_when_no_length_is_asked_for_then_what_is_left_is_generated(
+    pair: Pair,
+) -> None:
+    context = pair.scheduler.max_model_len
+    for left, wanted in ((1, 1), (10, 10), (16, 16), (17, 16)):
+        usage = pair.post("/v1/completions", {"prompt": [5] * (context - left)}).json()["usage"]
+        assert usage["completion_tokens"] == wanted
+    refused = pair.post("/v1/completions", {"prompt": [5] * context}).json()["error"]
+    assert (refused["code"], refused["param"]) == ("context_length_exceeded", "prompt")
+    refused = pair.post("/v1/completions", {"prompt": [5] * (context - 10), "max_tokens": 11}).json()["error"]
+    assert (refused["code"], refused["param"]) == ("context_length_exceeded", "max_tokens")
+
+
 def test_given_choices_that_would_repeat_too_much_text_when_sent_then_400(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai._streaming import SSEDecoder
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import connection, service, sse
@@ -247,6 +248,28 @@ def test_given_a_long_wait_when_streaming_then_comments_keep_the_connection(
         assert [next(lines) for _ in range(4)] == [": keep-alive", "", ": keep-alive", ""]
         pair.scheduler.tokens_before_pause = None
         assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_given_a_long_wait_between_events_when_the_sdk_reads_then_each_event_has_data(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, has_ids: bool
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
+    pair.scheduler.tokens_before_pause = 2
+    body = {"messages": HELLO, "stream": True, "max_tokens": 4, "stream_options": {"include_event_ids": has_ids}}
+    text = b""
+    with pair.http.stream("POST", CHAT, json=body) as response:
+        for piece in response.iter_bytes():
+            text += piece
+            if text.count(b": keep-alive\n") >= 2:
+                pair.scheduler.tokens_before_pause = None
+    events = [*SSEDecoder().iter_bytes(iter([text]))]
+    assert b"data" in text.partition(b": keep-alive")[0]
+    assert [bool(event.id) for event in events] == [has_ids] * len(events)
+    assert [event.json()["object"] for event in events[:-1]] == ["chat.completion.chunk"] * (len(events) - 1)
+    assert events[-1].data == "[DONE]"
+    for block in text.split(b"\n\n")[:-1]:  # as simple readers do, which ask for no ids
+        assert has_ids or block == b": keep-alive" or block.startswith(b"data: ")
 
 
 def test_given_64_streams_at_once_when_read_then_each_has_its_own_tokens(pair: Pair) -> None:

@@ -104,6 +104,19 @@ _FAMILIES: dict[str, Family] = {
             "patch_size": 14,
         },
     ),
+    "mistral3": Family(
+        "mistral3",
+        {"model_type": "mistral", "sliding_window": 12, "head_dim": 32},
+        {
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
     "phi3": Family("phi3", {"sliding_window": 12, "pad_token_id": 0}),
     "phi3_longrope": Family("phi3", {**_LONGROPE, "original_max_position_embeddings": 128, "pad_token_id": 0}),
     "olmo2": Family("olmo2", {}),
@@ -162,15 +175,20 @@ def family(name: str) -> Family:
 
 def build_checkpoint(name: str, path: Path, dtype: str = "float32") -> Path:
     """Write the family's checkpoint into the new folder `path` and return it."""
-    from transformers import AutoModelForCausalLM
-
     path.mkdir(parents=True)
     config = build_config(name)
-    model = AutoModelForCausalLM.from_config(config)
+    model = auto_class(config.model_type).from_config(config)
     _randomize(model, zlib.crc32(name.encode()))
     model.to(getattr(torch, dtype)).save_pretrained(path)
     _write_tokenizer(path)
     return path
+
+
+def auto_class(model_type: str) -> Any:
+    """transformers' own, which makes a model that writes text of such a config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if model_type == "mistral3" else AutoModelForCausalLM
 
 
 def build_config(name: str) -> Any:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kernels.backend import AttentionMetadata, KernelBackend, select_backend
 from novainfer.config import ModelConfig
+from tests.parity.builders import auto_class
+from workers.checkpoint import read_json
 from workers.models.base import CausalLM, ForwardBatch, KeptTokens
 from workers.models.loader import load_model
 from workers.tensor_parallel import TensorParallel
@@ -59,9 +61,8 @@ def load(
 
 def transformers_greedy(folder: Path, prompts: list[list[int]], num_tokens: int) -> Generation:
     """transformers' own answer: one left-padded batch, eager attention, never stopping early."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    kind = read_json(folder, "config.json")["model_type"]
+    model = auto_class(kind).from_pretrained(folder, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     longest = max(map(len, prompts))

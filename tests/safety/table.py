@@ -131,11 +131,17 @@ NEARLY_ZERO = (0.0, 1e-3)  # greedy to a client; to an engine, a temperature tha
 COUNT20 = whole(0, 20)
 ENDS_AT_ONCE = {"allowed_token_ids": [EOS]}
 ONE_TOKEN = ("x", "a", "\0", "1", "<|im_end|>")  # with a space before them or without
-NOT_IN_CHAT = ("echo", "functions", "function_call", "audio", "prediction", "web_search_options")
-NOT_IN_TEXT: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "response_format": ()}  # and no-ops
+EMPTY = ("", [], {})
+NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # and what asks for nothing
+    **dict.fromkeys(("echo", "functions", "audio"), EMPTY),
+    "function_call": ("none", "auto"),
+    "web_search_options": (),
+}
+NOT_IN_TEXT: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "response_format": EMPTY}
 NOWHERE = (
     "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds", "structured_outputs",
-    "truncate_prompt_tokens", "use_beam_search", "guided_json",
+    "truncate_prompt_tokens", "use_beam_search", "guided_json", "grammar", "json_schema", "regex", "ebnf",
+    "structural_tag", "input_ids", "lora_path",
 )  # fmt: skip
 OURS = (
     "messages", "tools", "add_generation_prompt", "chat_template", "bos_token", "eos_token", "raise_exception", "range",
@@ -200,7 +206,7 @@ MESSAGE = Object(
     ),
     is_message,
 )
-TOO_LONG_CHATS = ([PLAIN] * 16_383, [PLAIN] * 16_384, [{"role": "user", "content": MEGABYTE_TEXT[: 2**16 - 1]}])
+TOO_LONG_CHATS = ([PLAIN] * 8191, [PLAIN] * 8192, [{"role": "user", "content": MEGABYTE_TEXT[: 2**16 - 1]}])
 PROMPT = Either(
     (
         Text(1),
@@ -302,12 +308,12 @@ def _requests() -> Iterator[Parameter]:
     yield Parameter("stream_options", Object(tuple(options), is_stream_options), HTTP, beside={"stream": True})
     yield Parameter("stream_options", Object(({}, {"include_usage": True}), lambda value: not value), HTTP)
     yield Parameter("an_unknown_field", Anything(), HTTP)
-    yield from (Parameter(name, Nothing(), (CHAT,)) for name in NOT_IN_CHAT)
+    yield from (Parameter(name, Nothing(no_ops), (CHAT,)) for name, no_ops in NOT_IN_CHAT.items())
     yield from (Parameter(name, Nothing(no_ops), (TEXT,)) for name, no_ops in NOT_IN_TEXT.items())
-    yield from (Parameter(name, Nothing(), HTTP) for name in NOWHERE)
+    yield from (Parameter(name, Nothing(EMPTY), HTTP) for name in NOWHERE)
     texts = (MEGABYTE_TEXT, [MEGABYTE_TEXT])
     yield Parameter("prompt", PROMPT, (TEXT,), null=False, required=True, refused=texts)
-    messages = ListOf(MESSAGE, PLAIN, 1, 16_384)
+    messages = ListOf(MESSAGE, PLAIN, 1, 8192)
     yield Parameter("messages", messages, (CHAT,), null=False, required=True, refused=TOO_LONG_CHATS)
 
 

@@ -136,6 +136,21 @@ def test_given_a_template_that_knows_calls_by_content_that_is_none_when_rendered
     assert render(shows, messages).startswith('CALL f {"x": 1};1')
 
 
+def test_given_a_call_and_its_result_in_their_older_form_when_rendered_then_they_are_the_newer_ones() -> None:
+    shows = (
+        "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.function_call }} "
+        "{% for c in m.tool_calls %}{{ c.type }} {{ c.function.name }} {{ c.function.arguments.x }}{% endfor %};"
+        "{% endfor %}"
+    )
+    older = [
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"role": "function", "name": "f", "content": "2"},
+    ]
+    assert render(shows, older) == "assistant   function f 1;tool f  ;"
+    with pytest.raises(InvalidRequestError, match="a function that has a name"):
+        render(shows, [{"role": "assistant", "content": None, "function_call": "f"}])
+
+
 def test_given_an_empty_list_of_calls_when_rendered_then_the_message_has_none() -> None:
     asks = "{{ 'tool_calls' in messages[0] }}{{ messages[0].content is none }}"
     assert render(asks, [{"role": "assistant", "content": "", "tool_calls": []}]) == "FalseFalse"
@@ -153,6 +168,10 @@ def test_given_half_a_surrogate_pair_inside_a_calls_arguments_when_rendered_then
 def test_given_content_parts_when_rendered_then_texts_are_joined_and_media_refused() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+    parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+    parts = [{"type": "output_text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", [{"role": "assistant", "content": parts}]) == "a\nb"
     refusal = {"type": "refusal", "refusal": "no"}
     image = {"type": "image_url", "image_url": {"url": "http://x"}}
     for bad in ([image], [1], [{"text": "a"}], [{"type": "text"}], [{"type": ["text"], "text": "a"}], [refusal]):
@@ -168,7 +187,8 @@ def test_given_a_message_without_content_when_rendered_then_its_place_is_named_a
     role: str,
 ) -> None:
     given = [{"role": role}, {"role": role, "contents": "typo"}]
-    for message in given if role == "assistant" else [*given, {"role": role, "content": None}]:
+    may_be_none = role in ("assistant", "tool", "function")
+    for message in given if may_be_none else [*given, {"role": role, "content": None}]:
         with pytest.raises(InvalidRequestError, match=r"messages\[1\].content must be") as caught:
             render("x", [*USER, message])
         assert caught.value.param == "messages"
@@ -184,6 +204,9 @@ def test_given_an_assistant_that_called_or_refused_when_rendered_then_it_needs_n
     for more in ({}, {"tool_calls": []}, {"tool_calls": call("{}")}, {"reasoning_content": "Hm"}):
         for content in (None, []):
             assert render(shows, [{"role": "assistant", "content": content, **more}]) == "[]"
+    for role in ("tool", "function"):
+        for content in (None, []):
+            assert render(shows, [{"role": role, "content": content}]) == "[]"
     assert render(shows, [{"role": "assistant", "content": None, "refusal": "I will not."}]) == "[I will not.]"
     parts = [{"type": "text", "text": "Sorry."}, {"type": "refusal", "refusal": "I will not."}]
     assert render(shows, [{"role": "assistant", "content": parts}]) == "[Sorry.\nI will not.]"

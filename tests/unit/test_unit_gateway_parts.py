@@ -22,7 +22,7 @@ from gateway.context import RequestInfo
 from gateway.errors import ApiError, to_api_error
 from gateway.limits import Cost, Limits
 from gateway.params import resolve_params
-from gateway.schemas import ChatRequest, CompletionRequest, parse
+from gateway.schemas import MAX_FIELDS, MAX_PROMPTS, ChatRequest, CompletionRequest, parse
 from gateway.sse import event, json_string
 from novainfer.config import ServeConfig, ServerConfig
 from novainfer.entrypoints.keys import seal_keys
@@ -270,6 +270,42 @@ def test_given_strict_params_when_all_fields_are_known_or_the_callers_own_then_t
 @pytest.mark.parametrize("fields", [{"suffix": ""}, {"best_of": 1}, {"best_of": 3, "n": 3}])
 def test_given_a_feature_that_is_missing_when_it_asks_for_nothing_then_it_is_taken(fields: dict[str, Any]) -> None:
     assert parse(CompletionRequest, {"prompt": "x", **fields}, strict_params=True)[1] == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"function_call": "none"}, {"function_call": "auto"}, {"function_call": "auto", "functions": []}]
+)
+def test_given_the_older_form_of_tools_without_any_when_parsed_then_it_is_taken(fields: dict[str, Any]) -> None:
+    parse(ChatRequest, CHAT_BODY | fields, strict_params=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["functions", "audio", "structured_outputs", "guided_json", "grammar", "web_search_options"]
+)
+def test_given_a_feature_that_is_missing_when_it_is_given_nothing_then_it_is_taken(name: str) -> None:
+    nothing = ("", [], {}) if name != "web_search_options" else ()  # an empty object is a search with its defaults
+    for value in (False, *nothing):
+        assert parse(ChatRequest, CHAT_BODY | {name: value}, strict_params=False)[1] == [name]
+    for value in (True, "x", ["x"], {"x": 1}, 0, *([] if nothing else [{}])):
+        with pytest.raises(InvalidRequestError, match=f"{name} is not supported yet"):
+            parse(ChatRequest, CHAT_BODY | {name: value}, strict_params=False)
+
+
+def test_given_a_call_in_its_older_form_when_there_are_functions_then_it_is_refused() -> None:
+    for fields in ({"function_call": {"name": "f"}}, {"function_call": "auto", "functions": [{"name": "f"}]}):
+        with pytest.raises(InvalidRequestError, match="not supported yet"):
+            parse(ChatRequest, CHAT_BODY | fields, strict_params=False)
+
+
+def test_given_very_many_fields_or_prompts_when_parsed_then_the_schema_does_not_see_them() -> None:
+    fields = {f"x{number}": number for number in range(MAX_FIELDS)}
+    parse(ChatRequest, dict([*CHAT_BODY.items(), *fields.items()][:MAX_FIELDS]), strict_params=False)
+    with pytest.raises(InvalidRequestError, match=f"more than {MAX_FIELDS} fields"):
+        parse(ChatRequest, CHAT_BODY | fields, strict_params=False)
+    for prompt in ([["not a token"]], ["x"], [None]):
+        with pytest.raises(InvalidRequestError, match=f"1 to {MAX_PROMPTS} prompts"):
+            parse(CompletionRequest, {"prompt": prompt * (MAX_PROMPTS + 1)}, strict_params=False)
+    parse(CompletionRequest, {"prompt": [5] * (MAX_PROMPTS + 1)}, strict_params=False)
 
 
 @pytest.mark.parametrize(

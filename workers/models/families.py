@@ -40,7 +40,10 @@ def decoder_spec(config: Any, dtype: torch.dtype, serve_length: int | None = Non
 
     Raises `UnsupportedModelError` if it asks for something that the decoder cannot do.
     """
-    text_config = config.get_text_config() if config.model_type == "gemma3" else config
+    text_config = config.get_text_config() if config.model_type in _MULTIMODAL else config
+    # transformers heeds the first in every family, and some families the second.
+    if not getattr(text_config, "is_causal", True) or getattr(text_config, "use_bidirectional_attention", False):
+        raise UnsupportedModelError("bidirectional attention is not supported: this checkpoint does not generate text")
     spec = FAMILIES[config.model_type](FamilyInput(text_config, dtype, serve_length))
     _check(spec, config.model_type)
     return spec
@@ -107,8 +110,6 @@ def _qwen3(given: FamilyInput) -> DecoderSpec:
 
 def _gemma2(given: FamilyInput) -> DecoderSpec:
     c = given.config
-    if getattr(c, "use_bidirectional_attention", False):
-        raise UnsupportedModelError("bidirectional attention is not supported: this checkpoint does not generate text")
     return replace(
         _with_attention_bias(given),
         sliding_windows=_layer_windows(given),
@@ -131,9 +132,20 @@ def _gemma3_text(given: FamilyInput) -> DecoderSpec:
 
 
 def _gemma3(given: FamilyInput) -> DecoderSpec:
+    return _inside(_gemma3_text(given))
+
+
+def _mistral3(given: FamilyInput) -> DecoderSpec:
+    inside = given.config.model_type
+    if inside != "mistral":
+        raise UnsupportedModelError(f"a text model of the type '{inside}' inside of 'mistral3' is not supported")
+    return _inside(_mistral(given))
+
+
+def _inside(spec: DecoderSpec) -> DecoderSpec:
     """The text model inside a multimodal checkpoint, with its parts' names as transformers saves them."""
     return replace(
-        _gemma3_text(given),
+        spec,
         prefix="language_model.model.",
         lm_head="language_model.lm_head",
         ignored_prefixes=("vision_tower.", "multi_modal_projector."),
@@ -242,16 +254,19 @@ FAMILIES: dict[str, Callable[[FamilyInput], DecoderSpec]] = {
     "granite": _granite,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
+    "mistral3": _mistral3,
 }
 # Changes no weight; but with an offset a norm multiplies by its weights in float32 and rounds once, as OLMo 2's does.
 _NO_OFFSET = float(torch.finfo(torch.float32).tiny)
+_MULTIMODAL = ("gemma3", "mistral3")  # families whose text model is a part of the checkpoint
 _HIDDEN_ACTIVATION = ("gemma2", "gemma3_text")  # families that read this in place of `hidden_act`
 _PARTIAL_ROTARY = ("phi3",)  # families whose embedding may turn a part of each head alone
 
 
 def _activation(name: str) -> str:
     if name not in ACTIVATION_NAMES:
-        raise UnsupportedModelError(f"activation '{name}' is not supported")
+        words = f"activation '{name}' is not supported by the native decoder: try --model-backend transformers"
+        raise UnsupportedModelError(words)
     return ACTIVATION_NAMES[name]
 
 
@@ -270,6 +285,8 @@ def _same_window(given: FamilyInput) -> tuple[int | None, ...]:
 
 def _layer_windows(given: FamilyInput) -> tuple[int | None, ...]:
     types = _layer_types(given.config)
+    if given.config.sliding_window is None and any(LAYER_WINDOWS[layer_type] for layer_type in types):
+        raise UnsupportedModelError("there are layers of the type 'sliding_attention', but sliding_window is null")
     return tuple(given.config.sliding_window if LAYER_WINDOWS[layer_type] else None for layer_type in types)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,12 +96,25 @@ def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
         words = f"neither NovaInfer nor transformers {__version__} knows the model type '{kind}' of '{folder}'"
         raise UnsupportedModelError(words)
     try:
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if kind == "phi3" and _has_first_longrope(found):
+            hf_config = CONFIG_MAPPING[kind].from_dict(found | {"rope_scaling": _renamed(found["rope_scaling"])})
+        else:
+            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         _settle_rope(hf_config)
     except Exception as error:  # transformers raises many kinds, all of them about the file's content
         words = f"transformers cannot read the config in '{folder}': {words_of(error)}"
         raise UnsupportedModelError(words) from error
     return hf_config
+
+
+def _has_first_longrope(found: Mapping[str, Any]) -> bool:
+    """longrope under its first name, which transformers renames when it has checked already what it needs."""
+    scaling = found.get("rope_scaling")
+    return isinstance(scaling, dict) and "su" in (scaling.get("type"), scaling.get("rope_type"))
+
+
+def _renamed(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in scaling.items() if name != "type"} | {"rope_type": "longrope"}
 
 
 def _settle_rope(hf_config: Any) -> None:
