@@ -29,7 +29,8 @@ _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"  # Ray sets it once it knows what a worke
 class RankHost:
     """What runs in an actor's process. A call is over when what it is about has ended.
 
-    Calls run at the same time, and may begin in another order than they were made in: the highest epoch counts.
+    Calls run at the same time, and may begin in another order than they were made in: the highest epoch counts, and of
+    spare ranks, which have none yet, the highest number.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class RankHost:
         self._epoch = 0  # the newest that was begun or ended
         self._slot = 0  # of the rank; the other one is the spare's
         self._spare: RankProcess | None = None
+        self._spare_number = 0  # the newest that was begun or dropped
 
     def run(self, launch_json: str) -> str:
         """The life of a rank: how it ended, empty if it was told to. The one before it is killed."""
@@ -57,12 +59,15 @@ class RankHost:
                 self._epoch = epoch
                 self._zygote.kill_child(self._slot)
 
-    def stand_by(self, launch_json: str) -> None:
+    def stand_by(self, number: int, launch_json: str) -> None:
         """Start a spare rank; returns when it has done all that a rank does before its first word.
 
         Raises `EngineError` with its last words if it cannot, as `ping` does.
         """
         with self._lock:
+            if number <= self._spare_number:
+                raise EngineError(_TOO_LATE)
+            self._spare_number = number
             self._spare = spare = self._start(1 - self._slot, RankLaunch.from_json(launch_json), is_spare=True)
         spare.wait_answer()
 
@@ -85,10 +90,12 @@ class RankHost:
             rank.order(Order(epoch=epoch))
         return rank.wait_end()
 
-    def drop_spare(self) -> None:
-        """Kill the spare rank."""
+    def drop_spare(self, number: int) -> None:
+        """Kill the spare rank of this number."""
         with self._lock:
-            self._zygote.kill_child(1 - self._slot)
+            if number >= self._spare_number:
+                self._spare_number = number
+                self._zygote.kill_child(1 - self._slot)
 
     def _start(self, slot: int, launch: RankLaunch, *, is_spare: bool) -> RankProcess:
         # A relative one is on this host, which need not be the supervisor's.

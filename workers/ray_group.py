@@ -45,6 +45,7 @@ class RayWorkerGroup:
         self._hosts: list[Any] = []  # an actor handle per rank
         self._epoch = _NO_EPOCH  # of the newest ranks
         self._spare: SpareRanks | None = None
+        self._num_spares = 0  # groups that there have been
         self._runs: list[Any] = []  # one object reference per rank, ready when the rank has ended
 
     def start(
@@ -104,9 +105,9 @@ class RayWorkerGroup:
             self._launch(rank, _NO_EPOCH, meeting_point, known, num_blocks).to_json()
             for rank in range(len(self._hosts))
         ]
-        self._spare = SpareRanks(
-            self._hosts, launches, load_timeout=server.start_timeout, hang_timeout=server.hang_timeout
-        )
+        self._num_spares += 1
+        timeouts = {"load_timeout": server.start_timeout, "hang_timeout": server.hang_timeout}
+        self._spare = SpareRanks(self._num_spares, self._hosts, launches, **timeouts)
 
     def tend(self) -> bool:
         """Bring the spare group on: True once it stands by. Raises `EngineError` if it is lost. Never waits."""

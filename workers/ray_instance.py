@@ -1,8 +1,9 @@
 """The Ray instance that holds our ranks: a local one of our own, or a cluster that we join. Its start and its end.
 
 Ray is imported when an instance starts, because its environment has to be set before. Every process of a local one
-dies with ours: the kernel ends the servers when the thread that started them ends, and an actor ends with its raylet
-(`_watch_agents` sees to the rest). It is deaf to the signals that reach our process group, and silent on our terminal.
+dies with ours: the kernel ends the servers when the thread that started them ends, and an actor ends with its raylet,
+as agents that idle do (`_watch_agents` sees to others). It is deaf to the signals that reach our process group, and
+silent on our terminal.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ from typing import Any
 import psutil
 
 from novainfer.config import ParallelConfig
-from novainfer.errors import ConfigError, EngineError
+from novainfer.errors import ConfigError
 from novainfer.transport.addresses import check_space
 from novainfer.transport.processes import RAY_SERVERS, StoppedProcesses, below, children_named, is_stopped, kill, runs
 from novainfer.transport.replicas import RAY_DIR
 from novainfer.transport.short_dir import make_short_dir, remove_short_dir
+from workers.ray_lean import has_idle_agents, lean
 
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; we put nothing there
 _LONGEST_TEMP_DIR = 40  # bytes; Ray appends up to 65 for its Unix sockets, which may have 107
-_NODE_PATIENCE = 30.0  # seconds for a raylet to appear; then Ray's own words tell what is wrong
-_NODE_INTERVAL = 0.02
 _STOPPED_PATIENCE = 1.0  # seconds that a server may be stopped (SIGSTOP); as long as a rank
 _END_PATIENCE = 5.0  # seconds that killed processes may take to be gone
 # Read by Ray when it is imported, and by the servers of a local instance.
@@ -49,7 +49,10 @@ _ENVIRONMENT = {
     # None: with its control store gone, Ray would try for five seconds to get rid of them before it lets us go on.
     "RAY_task_events_report_interval_ms": "0",
 }
-_LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # all of a local instance listens on loopback alone
+_LOCAL_ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all of a local instance listens on loopback alone
+    "RAY_enable_metrics_collection": "0",  # they would go to an agent
+}
 _WATCH = """
 import sys, psutil
 pids = set(map(int, sys.argv[1:]))
@@ -97,7 +100,8 @@ class RayInstance:
                 _start_local(self._config, self._run_dir)
             finally:
                 self._servers = children_named(RAY_SERVERS)
-            self._watch = _watch_agents(self._servers)
+            if not has_idle_agents():
+                self._watch = _watch_agents(self._servers)
         else:
             import_ray().init(address=self._config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         logger.debug("Ray runs (%.1f s)", time.monotonic() - began)
@@ -179,7 +183,7 @@ def _start_local(config: ParallelConfig, run_dir: Path) -> None:
         # Below it: Ray lets everybody into its own.
         temp_dir = make_short_dir(temp_dir, _LONGEST_TEMP_DIR - len(RAY_DIR) - 1) / RAY_DIR
     check_space(temp_dir)
-    with _lean(), _deaf():
+    with lean(), _deaf():
         import_ray().init(
             address="local",
             num_cpus=config.tensor_parallel_size,
@@ -214,76 +218,3 @@ def _stop_at_once() -> None:
     if hasattr(node, "kill_all_processes"):
         kill_all = node.kill_all_processes
         node.kill_all_processes = lambda **how: kill_all(**{**how, "allow_graceful": False})
-
-
-def _is_registered(gcs_address: str, node_id: str) -> bool:
-    """Whether Ray's control store knows the node; asking it for the node itself takes seconds while it does not."""
-    try:
-        import ray._private.services
-        import ray._private.state
-
-        module: Any = ray._private.state
-        services: Any = ray._private.services
-        state = module.GlobalState()
-        state._initialize_global_state(services._get_gcs_client_options(gcs_address))
-        return any(node["NodeID"] == node_id and node["Alive"] for node in state.node_table())
-    except (AttributeError, ImportError, KeyError, TypeError):  # another version of Ray: then that question has to do
-        return True
-
-
-@contextmanager
-def _lean() -> Iterator[None]:
-    """Let `ray.init` start no dashboard, autoscaler or log forwarder: half of its start time, and we use none of them.
-
-    It also waits half a minute for a raylet that has died meanwhile; it shall not.
-
-    `include_dashboard=False` still starts the dashboard's process and waits for it. There is no public switch, so its
-    private ones are turned for the time of the call; a Ray version that has them no more starts everything. For good,
-    Ray's own words (a raylet's state when it died) go to our debug log instead of standard output.
-    """
-    try:
-        import ray._private.node
-        import ray._private.parameter
-        import ray._private.services
-        import ray._private.worker
-    except ImportError:
-        yield
-        return
-    parameter: Any = ray._private.parameter
-    node: Any = ray._private.node.Node
-    worker: Any = ray._private.worker
-    services: Any = ray._private.services
-    modules: dict[str, Any] = sys.modules
-    params, start_api_server = parameter.RayParams, node.start_api_server
-    get_node: Any = getattr(services, "get_node", None)  # what it asks for again and again
-
-    def lean_params(**kwargs: Any) -> Any:
-        return params(**kwargs, no_monitor=True, include_log_monitor=False)
-
-    def no_api_server(self: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-        self._webui_url = ""
-
-    def get_living_node(gcs_address: str, node_id: str) -> Any:
-        deadline = time.monotonic() + _NODE_PATIENCE
-        while time.monotonic() < deadline and not _is_registered(gcs_address, node_id):
-            if len(children_named(RAY_SERVERS)) < len(RAY_SERVERS):
-                raise EngineError("Ray has died while it was started")
-            time.sleep(_NODE_INTERVAL)
-        return get_node(gcs_address, node_id)
-
-    def log_words(data: dict[str, Any], ignore_prefix: bool) -> None:
-        logger.debug("Ray: %s", "\n".join(data["lines"]))
-
-    optional = "ray.dashboard.optional_deps"  # if it cannot be imported, the agents start as in a minimal installation
-    modules[optional] = None
-    parameter.RayParams, node.start_api_server = lean_params, no_api_server
-    worker.print_to_stdstream = log_words
-    if get_node is not None:
-        services.get_node = get_living_node
-    try:
-        yield
-    finally:
-        parameter.RayParams, node.start_api_server = params, start_api_server
-        if get_node is not None:
-            services.get_node = get_node
-        del modules[optional]

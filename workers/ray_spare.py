@@ -17,15 +17,17 @@ _ASK_INTERVAL = 1.0  # seconds between two questions to ranks that stand by
 class SpareRanks:
     """A spare rank in each host (see `RankHost`): nothing is asked of one before it has answered the last question."""
 
-    def __init__(self, hosts: list[Any], launches: list[str], *, load_timeout: float, hang_timeout: float) -> None:
-        """launches: a `RankLaunch` as JSON for each rank.
+    def __init__(
+        self, number: int, hosts: list[Any], launches: list[str], *, load_timeout: float, hang_timeout: float
+    ) -> None:
+        """number: above that of all groups before it. launches: a `RankLaunch` as JSON for each rank.
 
         load_timeout, hang_timeout: seconds that a spare rank may take to stand by, and to answer then.
         """
-        self._hosts = hosts
+        self._number, self._hosts = number, hosts
         self._load_timeout, self._hang_timeout = load_timeout, hang_timeout
         self._began = self._asked_at = self._looked_at = time.monotonic()
-        self._answers = [host.stand_by.remote(launch) for host, launch in zip(hosts, launches, strict=True)]
+        self._answers = [host.stand_by.remote(number, launch) for host, launch in zip(hosts, launches, strict=True)]
         self._stands_by = False
 
     def tend(self) -> bool:
@@ -63,7 +65,7 @@ class SpareRanks:
     def kill(self) -> None:
         """End them, whatever they do. Does not wait."""
         for host in self._hosts:
-            host.drop_spare.remote()
+            host.drop_spare.remote(self._number)
 
     def _ping(self) -> None:
         self._answers, self._asked_at = [host.ping.remote() for host in self._hosts], time.monotonic()
