@@ -1,8 +1,8 @@
 """What a token's bits depend on beside the weights, as one short text. Pure data; the workers make it, all may read it.
 
 `cpu avx512bf16 cpu/native bfloat16 tp1 exact`: device, hardware, kernel backend / model backend, type, ranks, promise.
-Quantised weights follow the type: `bfloat16 int8`, or `bfloat16 gptq-int4` where the checkpoint brings them. A
-quantised KV cache follows these: `bfloat16 kv-int8`, `bfloat16 int8 kv-int8`.
+Quantised weights follow the type: `bfloat16 int8`, or `bfloat16 gptq-int4` or `bfloat16 fp8-e4m3` where the checkpoint
+brings them. A quantised KV cache follows these: `bfloat16 kv-int8`, `bfloat16 int8 kv-int8`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ AS_ACTIVATIONS = "auto"
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _PATTERN = re.compile(
     rf"(?P<device>[a-z]+) (?P<hardware>[\w.-]{{1,100}}) (?P<kernel_backend>[a-z]+)/(?P<model_backend>[a-z]+)"
-    rf" (?P<dtype>[a-z0-9]+)(?: (?P<quantization>(?:(?:gptq|awq|compressed)-)?int[48]|w8a8|fp8))?"
+    rf" (?P<dtype>[a-z0-9]+)"
+    rf"(?: (?P<quantization>(?:(?:gptq|awq|compressed)-)?int[48]|(?:fp8|compressed)-e4m3|w8a8|fp8))?"
     rf"(?: kv-(?P<kv_cache_dtype>int8|fp8))? tp(?P<ranks>[1-9]\d{{0,3}})"
     rf" (?P<promise>{EXACT}|{BEST_EFFORT})",
     re.ASCII,
@@ -36,7 +37,7 @@ class Mode:
     model_backend: str  # as in `ModelConfig`, never auto
     dtype: str  # of weights, activations and, where `kv_cache_dtype` is auto, KV cache
     quantization: str = (
-        NOT_QUANTIZED  # of the linears' weights: as in `ModelConfig`, or method-integer of a checkpoint's
+        NOT_QUANTIZED  # of the linears' weights: as in `ModelConfig`, or method-number of a checkpoint's
     )
     kv_cache_dtype: str = AS_ACTIVATIONS  # as in `CacheConfig`
     tensor_parallel_size: int

@@ -14,7 +14,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,9 +25,23 @@ from workers.quantized.scheme import StoredScheme, read_scheme
 AWQ_ORDER_MAP = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
+class Written(Protocol):
+    """One way to store a quantised weight."""
+
+    def config(self) -> dict[str, Any]:
+        """For config.json."""
+        ...
+
+    def write(
+        self, module: str, shape: tuple[int, int], generator: torch.Generator
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """A random weight [N, K]: its tensors by name, and what they stand for in float64."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One way to store a quantised weight."""
+    """One way to store integers."""
 
     form: str  # gptq, gptq_v2, awq, pack-quantized, int-quantized
     bits: int = 4
@@ -156,7 +170,7 @@ def interleaved(codes: Tensor) -> Tensor:
     return codes[:, columns]
 
 
-def quantize_checkpoint(folder: Path, how: Format, *, modules: str = "_proj") -> Path:
+def quantize_checkpoint(folder: Path, how: Written, *, modules: str = "_proj") -> Path:
     """Replace a checkpoint's linear layers whose names end in `modules`; the folder of a twin with plain weights.
 
     The twin's weights are those in float32, which holds scale * integer exactly if the scales have 16 bits.

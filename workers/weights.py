@@ -69,7 +69,7 @@ class WeightReader:
             raise UnsupportedModelError(f"tensor '{name}' has shape {list(found)}, the model needs {list(shape)}")
         if view.get_dtype() not in dtypes:
             raise UnsupportedModelError(f"tensor '{name}' has type {view.get_dtype()}, expected {' or '.join(dtypes)}")
-        tensor: Tensor = view[index or (slice(None),)]
+        tensor: Tensor = view[index or (slice(None),)[: len(shape)]]
         self._mark_read(name)
         return tensor
 
@@ -132,7 +132,10 @@ def find_bad_tensor(folder: Path) -> str | None:
     """The name of a tensor that holds NaN or an infinity. Reads all of them."""
     for name, path in sorted(_tensor_files(folder).items()):
         with safe_open(path, framework="pt", device="cpu") as file:
-            if not torch.isfinite(file.get_tensor(name)).all():
+            tensor: Tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and tensor.itemsize == 1:  # torch asks that of no fp8 number
+                tensor = tensor.bfloat16()
+            if not torch.isfinite(tensor).all():
                 return name
     return None
 

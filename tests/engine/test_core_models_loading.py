@@ -189,7 +189,7 @@ def test_checkpoint_given_wrong_tensors_when_loaded_then_refused_by_name(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "the method 'fp8' is not supported; supported are gptq"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "the method 'mxfp4' is not supported; supported are gptq"),
         ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
         ({"model_type": "no_such_model"}, "nor transformers .* knows the model type 'no_such_model'"),
         ({"model_type": "no_such_model", "auto_map": {"AutoConfig": "code.Config"}}, "only with --trust-remote-code"),

@@ -327,6 +327,20 @@ def test_quantized_checkpoint_when_it_is_to_be_quantized_again_then_config_error
         load(folder, quantization=quantization, model_backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize(("name", "method"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
+def test_config_that_does_not_say_it_when_a_file_beside_it_does_then_refused_with_that_file(
+    name: str, method: str, backend: str, tmp_path: Path
+) -> None:
+    folder, twin = quantized(tmp_path, GPTQ if method == "gptq" else AWQ)
+    edit_config(folder, quantization_config=None)
+    for path in (folder, twin):
+        (path / name).write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=rf"'{name}' beside it may: .* \"quant_method\": \"{method}\""):
+        load(folder, model_backend=backend)
+    load(twin, model_backend=backend)  # a file that was left behind
+
+
 def test_conv1d_when_its_weight_is_quantized_then_refused(tmp_path: Path) -> None:
     folder, _ = quantized(tmp_path, AWQ, "gpt2", modules="attn.c_proj")  # square: no shape tells
     with pytest.raises(UnsupportedModelError, match="Conv1D"):

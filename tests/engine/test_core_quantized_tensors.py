@@ -63,7 +63,7 @@ def written(how: Format, shape: tuple[int, int] | None = None, name: str = "m") 
 
 
 def exact(stored: StoredWeight) -> Tensor:
-    return stored.integers.double() * stored.scales.double()[:, stored.groups]
+    return stored.values.double() * stored.scales.double()[:, stored.groups]
 
 
 @pytest.mark.parametrize("how", FORMATS, ids=IDS)
@@ -110,6 +110,22 @@ def test_a_weight_when_made_a_layer_then_it_holds_exactly_these_or_is_widened_fo
     assert inner.weight_nbytes < (
         integers / 2 + padded * 20 if how.bits == 4 and how.symmetric else integers + padded * 20
     )
+
+
+@pytest.mark.parametrize("group", [16, 256, 512, 1024])
+@pytest.mark.parametrize("reordered", [False, True])
+def test_gptq_in_small_and_large_groups_when_made_a_layer_then_it_holds_exactly_these(
+    group: int, reordered: bool, tmp_path: Path
+) -> None:
+    how = Format(form="gptq", group=group, symmetric=True, reordered=reordered)
+    tensors, expected = written(how, (16, 2 * group + 8))
+    quantized = reader(tmp_path, tensors, how.config())
+    shape = (16, 2 * group + 8)
+    part = (slice(3, 9), slice(group - 8, 2 * group))
+    assert torch.equal(exact(quantized.read("m", shape, part)), expected[part])
+    linear = QuantizedLinears(quantized, CpuBackend(), F32, CPU).pack([quantized.read("m", shape)], None)
+    assert isinstance(linear, ReorderedLinear if reordered else QuantizedLinear)
+    assert torch.equal(linear.in_float32(torch.eye(shape[1])).T.double(), expected)
 
 
 def test_parts_of_a_layer_when_joined_then_rows_of_all_in_their_order(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class LayerBuilder:
     dtype: torch.dtype
     device: torch.device
     scheme: WeightScheme | None = None  # of the layers' linears; None leaves them as they are
-    quantized: QuantizedLinears | None = None  # of a checkpoint whose weights are integers already
+    quantized: QuantizedLinears | None = None  # of a checkpoint whose weights are integers or fp8 already
 
     def tensor(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
         """A tensor, or a slice of it, in the model's dtype on its device; a copy, never a view of the mapped file."""
@@ -140,7 +140,7 @@ class LayerBuilder:
 
 
 def _shape_of(part: StoredWeight | Tensor) -> torch.Size:
-    return part.shape if isinstance(part, Tensor) else part.integers.shape
+    return part.shape if isinstance(part, Tensor) else part.values.shape
 
 
 class RowParallelLinear:

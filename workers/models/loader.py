@@ -24,7 +24,7 @@ from workers.models.decoder import Decoder
 from workers.models.families import FAMILIES, decoder_spec, with_stored_names
 from workers.models.spec import DecoderSpec, ModelSpec
 from workers.quantized.linears import QuantizedLinears
-from workers.quantized.scheme import StoredScheme, read_scheme
+from workers.quantized.scheme import StoredScheme, read_scheme, unsupported
 from workers.quantized.tensors import QuantizedTensors
 from workers.tensor_parallel import TensorParallel
 from workers.weights import Progress, WeightReader, stored_type
@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # older checkpoints store this constant
+_METHOD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # beside config.json, of older writers
 
 
 def load_model(
@@ -51,7 +52,7 @@ def load_model(
     path = kept_path(folder, config)
     kept: Any = read_kept(path)
     hf_config = kept or load_hf_config(folder, config.trust_remote_code)
-    stored = _stored_scheme(config, hf_config)
+    stored = _stored_scheme(config, hf_config, folder)
     dtype = _dtype(config, hf_config, folder)
     native = hf_config.model_type in FAMILIES
     if config.model_backend == "native" and not native:
@@ -147,15 +148,27 @@ def _keep_config(path: Path, config: ModelConfig, hf_config: Any, spec: DecoderS
         keep(path, vars(kept))
 
 
-def _stored_scheme(config: ModelConfig, hf_config: Any) -> StoredScheme | None:
+def _stored_scheme(config: ModelConfig, hf_config: Any, folder: Path) -> StoredScheme | None:
     """How the checkpoint stores quantised weights, if so. Raises `ConfigError` if they are to be quantised again."""
     stored = read_scheme(hf_config)
+    if stored is None:
+        _check_said(folder)
     if stored is not None and config.quantization != NOT_QUANTIZED:
         raise ConfigError(
             f"--quantization {config.quantization} rounds full weights; those of this checkpoint are quantized already "
             f"({stored.name}) and served as they are: leave it out"
         )
     return stored
+
+
+def _check_said(folder: Path) -> None:
+    """Raises `UnsupportedModelError` if the weights are quantised, which config.json should say, and does not."""
+    for name, method in _METHOD_FILES.items():
+        if (folder / name).is_file() and any(found.endswith(".qweight") for found in WeightReader(folder).names()):
+            raise unsupported(
+                f"its config.json does not say how its weights are, '{name}' beside it may: write what is in that file "
+                f'into config.json as "quantization_config", with "quant_method": "{method}"'
+            )
 
 
 def _load_decoder(build: LayerBuilder, spec: DecoderSpec, max_model_len: int | None) -> Decoder:

@@ -1,1 +1,1 @@
-"""Checkpoints whose weights are integers already: what their config says, how they store them, what becomes of them."""
+"""Checkpoints whose weights are integers or fp8 already: what they say, how they store them, what becomes of them."""

@@ -1,4 +1,4 @@
-"""What becomes of quantised weights: linear layers that keep their integers, or plain weights where that fails."""
+"""What becomes of quantised weights: linear layers that keep their integers, else plain weights, as of all in fp8."""
 
 from __future__ import annotations
 
@@ -69,6 +69,8 @@ class QuantizedLinears:
 
     def _pack(self, parts: list[StoredWeight], bias: Tensor | None, wanted: int) -> Linear | str:
         """The layer, or the reason why there is none."""
+        if self.tensors.scheme.is_float:
+            return "no kernel takes fp8 numbers with the scales of a checkpoint"
         if len(parts) < wanted:
             return "only a part of the layer is quantized"
         groups = parts[0].groups
@@ -77,7 +79,7 @@ class QuantizedLinears:
         scales = _halves(torch.cat([part.scales for part in parts]))
         if scales is None:
             return "scales in float32"
-        integers = torch.cat([part.integers for part in parts])
+        integers = torch.cat([part.values for part in parts])
         lowest, highest = integers.aminmax()
         if lowest < -128 or highest > 127:
             return "integers less their zero points take more than 8 bits"

@@ -1,4 +1,4 @@
-"""The quantised weight of one module, read from the tensors that GPTQ, AWQ and compressed-tensors keep of it.
+"""The quantised weight of one module, read from the tensors that GPTQ, AWQ, fp8 and compressed-tensors keep of it.
 
 Words of 32 bits hold 32 / bits unsigned integers, the first one in the lowest bits.
 
@@ -8,10 +8,13 @@ Words of 32 bits hold 32 / bits unsigned integers, the first one in the lowest b
 | awq | `qweight` [K, N / pack], along N, evens first | `qzeros` [groups, N / pack], likewise | `scales` |
 | pack-quantized | `weight_packed` [N, K / pack], along K | `weight_zero_point` [N / pack, groups], along N | below |
 | int-quantized | `weight` [N, K] int8 | `weight_zero_point` [N, groups] int8 | below |
+| float-quantized | `weight` [N, K] e4m3 | none | below, or [N / rows, K / columns] of a block |
+| fp8 | `weight` [N, K] e4m3 | none | `weight_scale_inv` [N / rows, K / columns], or one: `weight_scale`, too |
 
 `scales` are [groups, N]; compressed-tensors' `weight_scale` is [N, groups], or [1] where all rows share one.
 compressed-tensors' packed integers, zero points too, are stored with half of their range added.
 `g_idx` and `weight_g_idx` [K] name each column's group, where that is not the column's number / the group's size.
+Numbers are multiplied by their scales, by those named `weight_scale_inv` too.
 """
 
 from __future__ import annotations
@@ -31,18 +34,20 @@ _ROWS_AT_ONCE = 1024  # bounds the memory that widening takes
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight [N, K], or a part of it: integers[n, k] * scales[n, groups[k]]."""
+    """A weight [N, K], or a part of it: values[n, k] * scales[rows[n], groups[k]]."""
 
-    integers: Tensor  # [N, K] int16; zero points are taken off
-    scales: Tensor  # [N, G] bf16, fp16 or fp32
+    values: Tensor  # [N, K] int16, zero points are taken off; or float8_e4m3fn
+    scales: Tensor  # [R, G] bf16, fp16 or fp32
     groups: Tensor  # [K] int64
+    rows: Tensor | None = None  # [N] int64; None: R is N, and each row has its own
 
     def widen(self, dtype: torch.dtype) -> Tensor:
         """[N, K] in dtype: products in float32, exact unless the scales are, then rounded once."""
-        out = torch.empty(self.integers.shape, dtype=dtype)
+        out = torch.empty(self.values.shape, dtype=dtype)
         for start in range(0, len(out), _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
-            out[rows] = self.integers[rows].float() * self.scales[rows].float().index_select(1, self.groups)
+            scales = self.scales[rows if self.rows is None else self.rows[rows]]
+            out[rows] = self.values[rows].float() * scales.float().index_select(1, self.groups)
         return out
 
 
@@ -65,7 +70,7 @@ class QuantizedTensors:
 
     def holds(self, module: str) -> bool:
         """Whether the module is quantised. Raises `UnsupportedModelError` if the config says that it is not."""
-        if f"{module}.{self.scheme.marker}" not in self.weights:
+        if self._marker(module) is None:
             return False
         if self.scheme.is_ignored(module):
             raise unsupported(f"'{module}' is in the ignore list and quantized")
@@ -73,8 +78,9 @@ class QuantizedTensors:
 
     def modules(self) -> list[str]:
         """The names of all quantised ones."""
-        suffix = "." + self.scheme.marker
-        return [name.removesuffix(suffix) for name in self.weights.names() if name.endswith(suffix)]
+        suffixes = tuple(f".{marker}" for marker in self.scheme.markers)
+        found = (name.rpartition(".")[0] for name in self.weights.names() if name.endswith(suffixes))
+        return list(dict.fromkeys(found))
 
     def shape(self, module: str) -> tuple[int, int]:
         """[N, K] of a quantised module as its own tensors have it."""
@@ -83,11 +89,12 @@ class QuantizedTensors:
             if n < 1 or k < 1:
                 raise unsupported(f"'{module}' has the shape {[n, k]}")
             return n, k
-        found = self.weights.shape(f"{module}.weight" if self.scheme.form == PLAIN else f"{module}.qweight")
+        is_plain = self.scheme.form == PLAIN or self.scheme.is_float
+        found = self.weights.shape(f"{module}.weight" if is_plain else f"{module}.qweight")
         if len(found) != 2:
             raise unsupported(f"the weight of '{module}' has {len(found)} dimensions, not 2")
         first, second = found
-        if self.scheme.form == PLAIN:
+        if is_plain:
             return first, second
         pack = 32 // self.scheme.bits
         return (second, first * pack) if self.scheme.form == GPTQ else (second * pack, first)
@@ -98,7 +105,12 @@ class QuantizedTensors:
         part = Part(module, shape, slice(*rows.indices(shape[0])), slice(*columns.indices(shape[1])))
         if self.scheme.form in (GPTQ, AWQ):
             return self._autogptq(part)
-        return self._compressed(part)
+        return self._float8(part) if self.scheme.is_float else self._compressed(part)
+
+    def _marker(self, module: str) -> str | None:
+        """The name of the tensor that tells that a module is quantised."""
+        names = (f"{module}.{marker}" for marker in self.scheme.markers)
+        return next((name for name in names if name in self.weights), None)
 
     def check_no_bias(self, module: str, rows: int) -> None:
         """GPTQ writers store a bias of zeros where a model has none; any other one is refused."""
@@ -156,6 +168,20 @@ class QuantizedTensors:
         self._check_symmetric(module, zeros, 0)
         scales = self._per_row(f"{module}.weight_scale", n, groups, _SCALE_DTYPES)[part.rows]
         return _stored(integers, zeros, scales, self._order(f"{module}.weight_g_idx", k, part.columns))
+
+    def _float8(self, part: Part) -> StoredWeight:
+        (n, k), module = part.shape, part.module
+        values = self.weights.read(f"{module}.weight", (n, k), (part.rows, part.columns), ("F8_E4M3",))
+        rows, columns = self.scheme.block_in(part.shape)
+        name = self._marker(module) or f"{module}.{self.scheme.markers[0]}"
+        shape: tuple[int, ...] = (-(-n // rows), -(-k // columns))
+        if self.scheme.per_tensor:  # a list of one, or no list
+            shape = () if self.weights.shape(name) == () else (1,)
+        scales = self.weights.read(name, shape, (), _SCALE_DTYPES)
+        if self.scheme.per_tensor:
+            scales = scales.reshape(1, 1)
+        groups = torch.arange(part.columns.start, part.columns.stop) // columns
+        return StoredWeight(values, scales, groups, torch.arange(part.rows.start, part.rows.stop) // rows)
 
     def _zero_points(self, module: str, n: int, groups: int) -> Tensor:
         """[N, groups] of compressed-tensors; zeros where there are none."""
