@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,14 +27,15 @@ _AGENT_PORTS = ("--metrics-agent-port", "--metrics_export_port", "--runtime_env_
 _MORE_PORT = "dashboard_agent_listen_port"  # known to the raylet, and not told by Ray's Python
 _NO_PORT = 1  # where nobody listens, and nobody but root could
 _IDLE_VERSION = "2.60."  # of Ray; what another one waits for has not been seen
-_IDLER = "cat"  # ends with its standard input, which is then a pipe from the raylet
+# Ends with its standard input, which is then a pipe from the raylet, and minds no arguments, of which a raylet has more.
+_IDLER = ("sh", "-c", "exec cat", "agent")
 _PIPES = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
 
 
 @cache
 def has_idle_agents() -> bool:
     """Whether the agents of a raylet that is started here are processes that wait for its end and do nothing else."""
-    return version("ray").startswith(_IDLE_VERSION) and shutil.which(_IDLER) is not None
+    return version("ray").startswith(_IDLE_VERSION) and None not in map(shutil.which, ("sh", "cat"))
 
 
 def with_idle_agents(command: Sequence[str]) -> list[str]:
@@ -42,7 +44,7 @@ def with_idle_agents(command: Sequence[str]) -> list[str]:
     for argument in command:
         name, _, value = argument.partition("=")
         if name in _AGENTS:
-            value = str(shutil.which(_IDLER))
+            value = subprocess.list2cmdline(_IDLER)
         elif name in _AGENT_PORTS:
             value = str(_NO_PORT)
         changed.append(f"{name}={value}" if "=" in argument else argument)

@@ -24,7 +24,6 @@ def test_given_a_raylets_command_when_its_agents_shall_idle_then_they_and_their_
         "--dashboard_agent_command=python agent.py --minimal --gcs-address=127.0.0.1:1",
         "--runtime_env_agent_command=python main.py --runtime-env-agent-port=0",
     ]
-    idler = shutil.which("cat")
     assert with_idle_agents(command) == [
         "raylet",
         "--node_manager_port=0",
@@ -33,8 +32,8 @@ def test_given_a_raylets_command_when_its_agents_shall_idle_then_they_and_their_
         "--runtime_env_agent_port=1",
         '--labels={"a": "b=c"}',
         "--head",
-        f"--dashboard_agent_command={idler}",
-        f"--runtime_env_agent_command={idler}",
+        '--dashboard_agent_command=sh -c "exec cat" agent',
+        '--runtime_env_agent_command=sh -c "exec cat" agent',
         "--dashboard_agent_listen_port=1",
     ]
 
