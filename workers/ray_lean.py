@@ -27,7 +27,7 @@ _AGENT_PORTS = ("--metrics-agent-port", "--metrics_export_port", "--runtime_env_
 _MORE_PORT = "dashboard_agent_listen_port"  # known to the raylet, and not told by Ray's Python
 _NO_PORT = 1  # where nobody listens, and nobody but root could
 _IDLE_VERSION = "2.60."  # of Ray; what another one waits for has not been seen
-# Ends with its standard input, which is then a pipe from the raylet, and minds no arguments, of which a raylet has more.
+# Ends with its standard input, which is then a pipe from the raylet; a shell minds no arguments that a raylet adds.
 _IDLER = ("sh", "-c", "exec cat", "agent")
 _PIPES = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
 
