@@ -68,6 +68,7 @@ def _refusal_body(status: int, message: str, code: str | None, param: str | None
     return json.dumps(ApiError(status, message, code, param).body).encode()
 
 
+_NOTHING_THERE = "Not Found: /openapi.json tells what this server has."
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
 
 
@@ -87,7 +88,8 @@ def to_api_error(error: Exception, request_id: str = "") -> ApiError:
         return ApiError(504, str(error), "request_timeout", None, {"x-should-retry": "false"})
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
-        return ApiError(error.status_code, f"{error.detail}.", _CODES.get(error.status_code), None, headers)
+        words = _NOTHING_THERE if error.status_code == 404 else f"{error.detail}."
+        return ApiError(error.status_code, words, _CODES.get(error.status_code), None, headers)
     if isinstance(error, EngineError):
         return ApiError(500, str(error), "engine_error")
     return ApiError(500, "The server failed to answer this request.", "internal_error")

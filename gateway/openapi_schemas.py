@@ -11,10 +11,13 @@ from typing import Any
 from gateway.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
 from gateway.schemas import (
     KWARG_NAME,
+    MAX_FIELDS,
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TEMPLATE_KWARGS,
     MAX_TOOLS,
+    NO_OPS,
+    ON_WHEN_EMPTY,
     ROLES,
     UNSUPPORTED,
     UNSUPPORTED_PREFIX,
@@ -74,13 +77,14 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
 
 
 def _refuse(schema: Schema, names: frozenset[str]) -> None:
-    """Features that do not exist yet may only be switched off."""
-    off = {"enum": [False, None], "description": "Not supported yet."}
+    """Features that do not exist yet may only be switched off, or given nothing to do."""
+    about = {"description": "Not supported yet."}
+    off = about | {"enum": [False, None, "", [], {}]}
     schema["properties"] |= dict.fromkeys(sorted(names), off)
     schema["patternProperties"] = {f"^{UNSUPPORTED_PREFIX}": off}
-    for name, value in (("suffix", ""), ("best_of", 1)):  # best_of: n is no feature either
-        if name in names:
-            schema["properties"][name] = {**off, "enum": [False, None, value]}
+    schema["maxProperties"] = MAX_FIELDS
+    for name in names & (NO_OPS.keys() | ON_WHEN_EMPTY):  # best_of: n, and function_call: auto alone, are none either
+        schema["properties"][name] = about | {"enum": [False, None, *NO_OPS.get(name, ())]}
 
 
 def _or_null(schema: Schema) -> Schema:

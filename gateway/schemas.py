@@ -203,8 +203,8 @@ UNSUPPORTED = frozenset(
     }
 )
 UNSUPPORTED_PREFIX = "guided_"
-_NO_OPS = frozenset({"suffix", "best_of", "function_call"})
-_ON_WHEN_EMPTY = frozenset({"web_search_options"})
+NO_OPS: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "function_call": ("none",)}  # and more values
+ON_WHEN_EMPTY = frozenset({"web_search_options"})
 MAX_FIELDS = 256
 _UNIONS = {
     "prompt": "it is a string, a list of strings, a list of token ids (whole numbers from 0), or a list of such lists",
@@ -222,7 +222,7 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
     """
     _check_size(body)
     present = {name: value for name, value in body.items() if value is not None}
-    for name in _NO_OPS & present.keys() & kind.unsupported:
+    for name in NO_OPS.keys() & present.keys() & kind.unsupported:
         if _changes_nothing(name, present):
             del present[name]
     fields = _fields_of(kind)
@@ -290,7 +290,7 @@ def _changes_nothing(name: str, present: dict[str, Any]) -> bool:
 
 def _is_off(name: str, value: object) -> bool:
     """A feature that is switched off, or given nothing to do."""
-    return value is False or (value in ("", [], {}) and name not in _NO_OPS | _ON_WHEN_EMPTY)
+    return value is False or (value in ("", [], {}) and name not in NO_OPS.keys() | ON_WHEN_EMPTY)
 
 
 def _check_size(body: dict[str, Any]) -> None:

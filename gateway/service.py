@@ -189,7 +189,8 @@ class GatewayService:
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:
-            raise ApiError(404, "The model does not exist on this server.", "model_not_found", "model")
+            words = f"The model does not exist on this server, which has: {', '.join(self.model_names)}."
+            raise ApiError(404, words, "model_not_found", "model")
         return name
 
     # -- generations --------------------------------------------------------------------------------------------

@@ -104,9 +104,9 @@ def test_given_a_number_out_of_bounds_when_sent_then_the_bounds_are_written_out(
         (CHAT, "response_format", {"type": "json_schema", "json_schema": {}}),
         (CHAT, "tool_choice", "required"),
         (CHAT, "tool_choice", {"type": "function", "function": {"name": "f"}}),
-        (CHAT, "functions", []),
+        (CHAT, "functions", [{"name": "f"}]),
         (CHAT, "modalities", ["audio"]),
-        (CHAT, "guided_json", {}),
+        (CHAT, "guided_json", {"type": "object"}),
         (CHAT, "structured_outputs", {"regex": "a"}),
         (CHAT, "chat_template", "{{ 1 }}"),
         (CHAT, "chat_template_kwargs", {"chat_template": "x"}),
@@ -247,7 +247,8 @@ def test_given_no_such_route_when_called_then_the_error_is_openai_shaped(
 def test_given_an_unknown_model_when_called_then_404_model_not_found(pair: Pair) -> None:
     for path, base in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
         for name in ("other", "../../etc/passwd", ""):
-            check(pair.post(path, {**base, "model": name}), 404, "model", "model_not_found")
+            error = check(pair.post(path, {**base, "model": name}), 404, "model", "model_not_found")
+            assert "org/tiny, alias" in error["message"]
     with pytest.raises(openai.NotFoundError):
         pair.sdk.models.retrieve("nothing")
     assert pair.sdk.models.retrieve("org/tiny").id == "org/tiny"
@@ -256,7 +257,13 @@ def test_given_an_unknown_model_when_called_then_404_model_not_found(pair: Pair)
 
 def test_given_too_long_a_request_when_sent_then_context_length_exceeded(pair: Pair) -> None:
     long = "hello " * 300
-    check(pair.post(CHAT, {"messages": [{"role": "user", "content": long}]}), 400, code="context_length_exceeded")
+    much_too_long = "hello " * 300_000
+    for text in (long, much_too_long):
+        for path, body in ((CHAT, {"messages": [{"role": "user", "content": text}]}), (TEXT, {"prompt": text})):
+            error = check(pair.post(path, body), 400, code="context_length_exceeded")
+            assert error["message"].startswith(
+                "This model's maximum context length is "
+            )  # clients look for these words
     check(pair.post(TEXT, {"prompt": long}), 400, "prompt", "context_length_exceeded")
     check(pair.post(TEXT, {"prompt": "hello", "max_tokens": 256}), 400, "max_tokens", "context_length_exceeded")
     check(pair.post(CHAT, {"messages": HELLO, "max_tokens": 250}), 400, "max_tokens", "context_length_exceeded")

@@ -141,7 +141,7 @@ NOT_IN_TEXT: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "re
 NOWHERE = (
     "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds", "structured_outputs",
     "truncate_prompt_tokens", "use_beam_search", "guided_json", "grammar", "json_schema", "regex", "ebnf",
-    "structural_tag", "input_ids", "lora_path",
+    "structural_tag", "input_ids", "lora_path", "prompt_token_ids",
 )  # fmt: skip
 OURS = (
     "messages", "tools", "add_generation_prompt", "chat_template", "bos_token", "eos_token", "raise_exception", "range",
