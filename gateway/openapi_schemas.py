@@ -78,8 +78,8 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
 
 def _refuse(schema: Schema, names: frozenset[str]) -> None:
     """Features that do not exist yet may only be switched off, or given nothing to do."""
-    about = {"description": "Not supported yet."}
-    off = about | {"enum": [False, None, "", [], {}]}
+    about: Schema = {"description": "Not supported yet."}
+    off: Schema = about | {"enum": [False, None, "", [], {}]}
     schema["properties"] |= dict.fromkeys(sorted(names), off)
     schema["patternProperties"] = {f"^{UNSUPPORTED_PREFIX}": off}
     schema["maxProperties"] = MAX_FIELDS
