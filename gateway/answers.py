@@ -220,6 +220,7 @@ class _Answer(ABC, Generic[Logprobs]):
     ) -> None:
         self._generation = generation
         self._room = room
+        self._tenant = generation.tenant
         self._num_held = 0
         self._record = record
         self._num_prompt_top = request.prompt_logprobs
@@ -232,14 +233,18 @@ class _Answer(ABC, Generic[Logprobs]):
         if not delta.logprobs:
             return
         count = sum([1 + len(entry.top) for entry in delta.logprobs])
-        self._room.take(count, self._num_held)
+        self._room.take(self._tenant, count, self._num_held)
         self._num_held += count
         for entry in delta.logprobs:
             self._logprobs[delta.choice].add(entry)
 
+    def forget(self) -> None:
+        """It is written, and will not be again."""
+        self._logprobs.clear()
+
     def close(self) -> None:
         """It holds no more. Idempotent."""
-        self._room.give_back(self._num_held)
+        self._room.give_back(self._tenant, self._num_held)
         self._num_held = 0
 
     async def write(self, wholes: list[ChoiceDelta], receipts: Receipts | None) -> Written:

@@ -17,7 +17,7 @@ from gateway.errors import ApiError
 BODY_SECONDS = 30.0
 MAX_DEPTH = 64
 # What reads a body holds the event loop, some 0.1 us for an item and 2 to 5 for a node, the checks behind the parser
-# included. Prompts of 128k token ids and chats of all messages that are allowed are far below.
+# included. Prompts of 128k token ids are far below, chats of all messages that are allowed, half of them calls, below.
 MAX_ITEMS = 2**19  # commas
 MAX_NODES = 2**17  # lists, objects and keys
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a surrogate pair, perhaps with the other half

@@ -119,6 +119,11 @@ class Generation:
         self._outcome = ""
         metrics.request_begun(prompts[0].max_tokens)
 
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self._info.tenant
+
     def watch(self, receive: Receive) -> None:
         """From now on a client that goes away cancels everything."""
         self._client = ClientWatch(receive, self._lose_client)

@@ -41,26 +41,34 @@ class _Items(list[str]):
 
 
 class LogprobRoom:
-    """How many log-probabilities this gateway holds for whole answers, which nobody has before their end."""
+    """How many log-probabilities this gateway holds for whole answers, from their first token until they are sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool = False) -> None:
+        """is_shared: there are several tenants, of which none may hold more than half."""
         self._held = 0
+        self._of_tenant: dict[str, int] = {}
+        self._is_shared = is_shared
 
-    def take(self, count: int, held: int) -> None:
+    def take(self, tenant: str, count: int, held: int) -> None:
         """For an answer that holds so many already. Raises `InvalidRequestError` where that would be too many, and
-        `OverloadedError` where all would be.
+        `OverloadedError` where all, or those of the tenant, would be.
         """
         if held + count > MAX_OF_ANSWER:
             words = f"logprobs: a whole answer can tell {MAX_OF_ANSWER} log-probabilities: stream it, or ask for fewer."
             raise InvalidRequestError(words, param="logprobs")
+        words = "Too many log-probabilities are held for whole answers. Please stream them, or retry later."
+        of_tenant = self._of_tenant.get(tenant, 0) + count
+        if self._is_shared and of_tenant > MAX_HELD // 2:
+            raise OverloadedError(words, retry_after=5.0, status=429)
         if self._held + count > MAX_HELD:
-            words = "Too many log-probabilities are held for whole answers. Please stream them, or retry later."
             raise OverloadedError(words, retry_after=5.0)
         self._held += count
+        self._of_tenant[tenant] = of_tenant
 
-    def give_back(self, count: int) -> None:
+    def give_back(self, tenant: str, count: int) -> None:
         """An answer is sent, or will not be."""
         self._held -= count
+        self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) - count
 
 
 class ChatLogprobs:

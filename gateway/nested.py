@@ -15,7 +15,12 @@ _FUNCTION_CALL: _Known = {"name": None, "arguments": None}
 _MESSAGE: _Known = {
     "role": None,
     "type": None,  # some programs that evaluate models write it
-    "content": {"type": None, "text": None, "refusal": None, "cache_control": None},  # the last is a hint of others
+    "content": {
+        "type": None,
+        "text": None,
+        "refusal": None,
+        **dict.fromkeys(("cache_control", "annotations", "logprobs")),  # hints for other servers, and what they told
+    },
     "name": None,
     "tool_calls": {"id": None, "type": None, "index": None, "function": _FUNCTION_CALL},
     "tool_call_id": None,

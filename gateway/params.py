@@ -73,6 +73,16 @@ def asks_for_prompt_alone(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and request.echo and request.max_tokens == 0
 
 
+def chosen_seed(request: GenerationRequest) -> int | None:
+    """None where it is left to us."""
+    return None if request.seed == RANDOM_SEED else request.seed
+
+
+def default_length(num_prompt_tokens: int, max_model_len: int) -> int:
+    """Tokens of a text completion that says nothing of its length."""
+    return max(min(COMPLETION_MAX_TOKENS, max_model_len - num_prompt_tokens), 1)
+
+
 def draw_seed() -> int:
     """A seed for a request that came without one."""
     return int.from_bytes(os.urandom(8)) & MAX_SEED
@@ -92,7 +102,7 @@ def _sampling_params(
         min_tokens=request.min_tokens,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        seed=draw_seed() if request.seed in (None, RANDOM_SEED) else request.seed,
+        seed=draw_seed() if (seed := chosen_seed(request)) is None else seed,
         logit_bias=_logit_bias(request.logit_bias) if request.logit_bias else {},
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         banned_token_ids=_banned_token_ids(request, tokenizer, info.vocab_size),
@@ -164,9 +174,7 @@ def _max_tokens(request: ChatRequest | CompletionRequest, num_prompt_tokens: int
         return rest if asked is None else asked
     if asks_for_prompt_alone(request):
         return 1  # see `PromptState.is_alone`
-    if request.max_tokens is None:
-        return max(min(COMPLETION_MAX_TOKENS, max_model_len - num_prompt_tokens), 1)
-    return request.max_tokens
+    return default_length(num_prompt_tokens, max_model_len) if request.max_tokens is None else request.max_tokens
 
 
 def _check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:

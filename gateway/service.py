@@ -19,7 +19,7 @@ from gateway.generation import Generation, PromptState
 from gateway.limits import Cost, Limits, Room
 from gateway.logprobs import LogprobRoom
 from gateway.metrics import GatewayMetrics
-from gateway.params import check_repeated, draw_seed, estimate_cost, resolve_params
+from gateway.params import check_repeated, chosen_seed, default_length, draw_seed, estimate_cost, resolve_params
 from gateway.quotas import quotas_of
 from gateway.receipts import ModelDigest, Receipts
 from gateway.schemas import ChatRequest, CompletionRequest
@@ -78,8 +78,8 @@ class GatewayService:
         self.metrics.watch_tenants(lambda: self.limits.live_by_tenant)
         self.max_body_bytes = server.max_body_mib * 1024 * 1024
         is_shared = len({key.tenant for key in config.keys}) > 1
-        self.logprob_room = LogprobRoom()
         self.body_budget = ByteBudget(BODIES_AT_ONCE * self.max_body_bytes, is_shared=is_shared)
+        self.logprob_room = LogprobRoom(is_shared=is_shared)
         self._is_successor = is_successor
         self._digest = ModelDigest(config.model)
         self._live = LiveGenerations(self._tell_end)
@@ -212,7 +212,6 @@ class GatewayService:
         for token_ids, _ in prompts:
             _check_prompt(token_ids, engine.vocab_size)
         lengths = [len(token_ids) for token_ids, _ in prompts]
-        # Only a chat's max_tokens depends on the prompt's length, and a chat is one prompt.
         params = resolve_params(request, max(lengths), self.tokenizer, engine)
         check_repeated(request, params, prompts)
         eos = [i for i in self.tokenizer.eos_token_ids if i < engine.vocab_size]  # others are never sampled
@@ -220,7 +219,7 @@ class GatewayService:
             PromptState(
                 f"{record.response_id}-{number}",
                 token_ids,
-                _own_seed(params, request.seed, number),
+                _own_params(params, request, number, len(token_ids), engine.max_model_len),
                 eos,
                 echo,
                 is_alone=record.prompt_alone,
@@ -369,9 +368,15 @@ def unix_now() -> int:
     return int(time.time())
 
 
-def _own_seed(params: SamplingParams, asked: int | None, number: int) -> SamplingParams:
-    """Equal prompts of one request differ, unless the client chose the seed."""
-    return params if asked is not None or number == 0 else replace(params, seed=draw_seed())
+def _own_params(
+    params: SamplingParams, request: ChatRequest | CompletionRequest, number: int, length: int, context: int
+) -> SamplingParams:
+    """Of one of several prompts: equal ones differ unless the client chose the seed, and each has a room of its own."""
+    if number and chosen_seed(request) is None:
+        params = replace(params, seed=draw_seed())
+    if isinstance(request, CompletionRequest) and request.max_tokens is None:
+        params = replace(params, max_tokens=default_length(length, context))
+    return params
 
 
 def _check_prompt(token_ids: list[int], vocab_size: int) -> None:

@@ -91,6 +91,8 @@ def model_digest(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     weights = sorted(folder.glob("*.safetensors"), key=lambda path: path.name)
+    # The same weights in their writer's own format lie in some folders, and no more in those that we fetch.
+    weights = [path for path in weights if not path.name.startswith("consolidated")] or weights
     if not weights:
         raise ConfigError(f"{folder} has no safetensors files")
     for path in (folder / "config.json", *weights):

@@ -71,21 +71,20 @@ class RankHost:
             self._spare = spare = self._start(1 - self._slot, RankLaunch.from_json(launch_json), is_spare=True)
         spare.wait_answer()
 
-    def ping(self) -> None:
-        """Return: the spare rank stands by."""
-        if self._spare is None:
-            raise EngineError("there is no spare rank")
-        self._spare.order(Order())
-        self._spare.wait_answer()
+    def ping(self, number: int) -> None:
+        """Return: the spare rank of this number stands by."""
+        with self._lock:
+            spare = self._spare_of(number)
+        spare.order(Order())
+        spare.wait_answer()
 
-    def serve(self, epoch: int) -> str:
-        """The life of the spare rank as a rank of this epoch, as `run`."""
+    def serve(self, number: int, epoch: int) -> str:
+        """The life of the spare rank of this number as a rank of this epoch, as `run`."""
         with self._lock:
             if epoch <= self._epoch:
                 return _TOO_LATE
-            rank, self._spare = self._spare, None
-            if rank is None:
-                raise EngineError("there is no spare rank")
+            rank = self._spare_of(number)
+            self._spare = None
             self._epoch, self._slot = epoch, 1 - self._slot
             rank.order(Order(epoch=epoch))
         return rank.wait_end()
@@ -96,6 +95,11 @@ class RankHost:
             if number >= self._spare_number:
                 self._spare_number = number
                 self._zygote.kill_child(1 - self._slot)
+
+    def _spare_of(self, number: int) -> RankProcess:
+        if self._spare is None or number != self._spare_number:
+            raise EngineError("there is no spare rank of this number")
+        return self._spare
 
     def _start(self, slot: int, launch: RankLaunch, *, is_spare: bool) -> RankProcess:
         # A relative one is on this host, which need not be the supervisor's.

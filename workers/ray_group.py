@@ -183,8 +183,7 @@ class RayWorkerGroup:
         """Start all ranks: those of a spare group that stands by, else new ones."""
         self._epoch = epoch
         if self._spare is not None and self._spare.can_serve():
-            self._spare = None
-            self._runs = [host.serve.remote(epoch) for host in self._hosts]
+            self._runs, self._spare = self._spare.serve(epoch), None
             return
         self._drop_spare()
         ranks = range(self._config.parallel.tensor_parallel_size)

@@ -2,8 +2,8 @@
 
 Ray is imported when an instance starts, because its environment has to be set before. Every process of a local one
 dies with ours: the kernel ends the servers when the thread that started them ends, and an actor ends with its raylet,
-as agents that idle do (`_watch_agents` sees to others). It is deaf to the signals that reach our process group, and
-silent on our terminal.
+as agents that idle do, unless they are stopped (`_watch_agents` sees to others). It is deaf to the signals that reach
+our process group, and silent on our terminal.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ _ENVIRONMENT = {
     # None: with its control store gone, Ray would try for five seconds to get rid of them before it lets us go on.
     "RAY_task_events_report_interval_ms": "0",
 }
-_LOCAL_ENVIRONMENT = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all of a local instance listens on loopback alone
-    "RAY_enable_metrics_collection": "0",  # they would go to an agent
-}
+_LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # all of a local instance listens on loopback alone
 _WATCH = """
 import sys, psutil
 pids = set(map(int, sys.argv[1:]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -30,6 +31,13 @@ _IDLE_VERSION = "2.60."  # of Ray; what another one waits for has not been seen
 # Ends with its standard input, which is then a pipe from the raylet; a shell minds no arguments that a raylet adds.
 _IDLER = ("sh", "-c", "exec cat", "agent")
 _PIPES = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
+# While an instance starts. Figures would go to an agent. And an agent would have to set up what Ray may want in every
+# worker by itself: what a job of Ray's that we run in says of its workers, or a hook; ours have our environment anyway.
+_ENVIRONMENT: dict[str, str | None] = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR": None,
+    "RAY_RUNTIME_ENV_HOOK": None,
+}
 
 
 @cache
@@ -76,6 +84,31 @@ def lean() -> Iterator[None]:
     private ones are turned for the time of the call; a Ray version that has them no more starts everything. For good,
     Ray's own words (a raylet's state when it died) go to our debug log instead of standard output.
     """
+    with _environment(), _private_switches():
+        yield
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Of this process; as it was, afterwards."""
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    _set(_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def _private_switches() -> Iterator[None]:
     try:
         import ray._private.node
         import ray._private.parameter
@@ -92,6 +125,7 @@ def lean() -> Iterator[None]:
     params, start_api_server = parameter.RayParams, node.start_api_server
     get_node: Any = getattr(services, "get_node", None)  # what it asks for again and again
     start_process: Any = getattr(services, "start_ray_process", None)
+    modify_environment: Any = getattr(worker, "_maybe_modify_runtime_env", None)  # does, below `uv run`
 
     def lean_params(**kwargs: Any) -> Any:
         return params(**kwargs, no_monitor=True, include_log_monitor=False)
@@ -123,6 +157,8 @@ def lean() -> Iterator[None]:
         services.get_node = get_living_node
     if start_process is not None:
         services.start_ray_process = start_lean_process
+    if modify_environment is not None:
+        worker._maybe_modify_runtime_env = lambda environment, *_: environment
     try:
         yield
     finally:
@@ -131,4 +167,6 @@ def lean() -> Iterator[None]:
             services.get_node = get_node
         if start_process is not None:
             services.start_ray_process = start_process
+        if modify_environment is not None:
+            worker._maybe_modify_runtime_env = modify_environment
         del modules[optional]

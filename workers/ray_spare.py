@@ -62,13 +62,17 @@ class SpareRanks:
         except EngineError:
             return False
 
+    def serve(self, epoch: int) -> list[Any]:
+        """From now on they are the ranks of this epoch: the life of each, as `RankHost.run` tells it."""
+        return [host.serve.remote(self._number, epoch) for host in self._hosts]
+
     def kill(self) -> None:
         """End them, whatever they do. Does not wait."""
         for host in self._hosts:
             host.drop_spare.remote(self._number)
 
     def _ping(self) -> None:
-        self._answers, self._asked_at = [host.ping.remote() for host in self._hosts], time.monotonic()
+        self._answers, self._asked_at = [host.ping.remote(self._number) for host in self._hosts], time.monotonic()
 
     def _all_answer(self, timeout: float) -> bool:
         ray = import_ray()

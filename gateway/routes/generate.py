@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack
 
 from gateway.answers import ChatAnswer, CompletionAnswer, chunks_of
 from gateway.routes.endpoint import MODE_HEADER, Call
@@ -35,19 +35,21 @@ async def generate(
     generation = service.start(request, record, prompts, call.info)
     receipts = service.receipts(generation, model) if wants_receipt else None
     headers[MODE_HEADER] = generation.engine.mode
-    with service.live(generation, response_id, call.info):
-        if request.stream:
-            chunks = chunks_of(generation, record, receipts)
-            response = SseResponse(generation, chunks, chunks.last, headers, service.config.server.client_stall_timeout)
-            await call.answer(response)
-            return
-        generation.watch(call.receive)
-        answer: ChatAnswer | CompletionAnswer
-        if isinstance(request, ChatRequest):
-            answer = ChatAnswer(generation, record, request, service.logprob_room)
-        else:
-            answer = CompletionAnswer(generation, record, request, service.logprob_room)
-        with closing(answer):
+    with ExitStack() as held:
+        with service.live(generation, response_id, call.info):
+            if request.stream:
+                chunks = chunks_of(generation, record, receipts)
+                patience = service.config.server.client_stall_timeout
+                await call.answer(SseResponse(generation, chunks, chunks.last, headers, patience))
+                return
+            generation.watch(call.receive)
+            answer: ChatAnswer | CompletionAnswer
+            if isinstance(request, ChatRequest):
+                answer = ChatAnswer(generation, record, request, service.logprob_room)
+            else:
+                answer = CompletionAnswer(generation, record, request, service.logprob_room)
+            held.callback(answer.close)
             wholes = await generation.collect(answer.describe)
             whole = await SlicedResponse.of(await answer.write(wholes, receipts), headers)
-    await call.answer(whole)
+            answer.forget()
+        await call.answer(whole)

@@ -32,6 +32,7 @@ _DEADLINE = "_novainfer_deadline"
 _MARK = "\ue000here the answer goes on\ue000 "  # its last character shows whether a template trims what it shows
 _ANSWER = ("content", "refusal", "tool_calls", "function_call", "reasoning_content", "reasoning")  # an assistant's
 _ASKS_FOR_NONE = re.compile(r"\bis\s+(not\s+)?none\b", re.IGNORECASE)
+_KNOWS_FUNCTION = re.compile(r"""\brole\W+(==|in)\W[^%}]*['"]function['"]""")  # as a role
 # What a template sees under these names comes from us, never from a request.
 OWN_NAMES = frozenset(
     {
@@ -113,7 +114,12 @@ class ChatTemplate:
                 "continue_final_message excludes add_generation_prompt.", param="continue_final_message"
             )
         source = self._sources[name]
-        keeps = {"keep_developer": "developer" in source, "keep_none": _ASKS_FOR_NONE.search(source) is not None}
+        keeps = {
+            "keep_developer": "developer" in source,
+            "keep_none": _ASKS_FOR_NONE.search(source) is not None,
+            "keep_call": "function_call" in source,
+            "keep_function": _KNOWS_FUNCTION.search(source) is not None,
+        }
         plain = [_plain_message(message, f"messages[{number}]", **keeps) for number, message in enumerate(messages)]
         # transformers always defines `documents`, and templates ask whether it is none.
         variables: dict[str, Any] = {"documents": None, **(template_kwargs or {}), **self._special_tokens}
@@ -195,17 +201,19 @@ class _Arguments(dict[str, Any]):
         return other + self._text
 
 
-def _plain_message(message: Message, where: str, *, keep_developer: bool, keep_none: bool) -> dict[str, Any]:
+def _plain_message(
+    message: Message, where: str, *, keep_developer: bool, keep_none: bool, keep_call: bool, keep_function: bool
+) -> dict[str, Any]:
     """The message as templates expect it: text content as one string, tool arguments as objects.
 
     keep_none: the template knows messages that are calls alone by content that is none.
     """
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _text_content(message, where)
-    if "function_call" in plain:  # the older form of a call, and of its result's role
-        plain.setdefault("tool_calls", [{"type": "function", "function": plain["function_call"]}])
-        del plain["function_call"]
-    if plain.get("role") == "function":
+    if "function_call" in plain and not keep_call:  # the older form of a call, and of its result's role
+        call = plain.pop("function_call")
+        plain["tool_calls"] = plain.get("tool_calls") or [{"type": "function", "function": call}]
+    if plain.get("role") == "function" and not keep_function:
         plain["role"] = "tool"
     if plain.get("role") == "developer" and not keep_developer:
         plain["role"] = "system"  # the newer name of the same role; most templates know only the older

@@ -24,6 +24,7 @@ from workers import ray_group
 from workers.local_executor import LocalExecutor
 from workers.ray_group import RayWorkerGroup
 from workers.ray_instance import RayInstance
+from workers.ray_lean import has_idle_agents
 
 pytestmark = pytest.mark.stage1
 
@@ -129,6 +130,22 @@ def test_orphan_when_its_raylet_dies_then_it_lives_and_starts_another_ray(temp_d
         ["sh", "-c", '"$@" &', "sh", *command], stdout=subprocess.PIPE, text=True, check=True, timeout=240
     )
     assert done.stdout.split() == ["gone", "there", "ended"]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"env_vars": {"A": "1"}}, "metadata": {}}'}],
+    ids=["alone", "in a job of Ray's"],
+)
+def test_given_agents_that_idle_when_ray_is_started_then_actors_run_and_the_agents_end_with_the_raylet(
+    temp_dir: str, environ: dict[str, str]
+) -> None:
+    """What a job of Ray's wants of its workers' environments would need an agent."""
+    command = [sys.executable, "-m", "tests.engine.ray_agents", temp_dir]
+    done = subprocess.run(
+        command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True, check=True, timeout=3 * WAIT
+    )
+    assert done.stdout.splitlines() == [str(["pipe", "pipe"] if has_idle_agents() else []), "here", "[]"]
 
 
 def test_given_a_raylet_that_dies_when_it_is_started_then_the_start_fails_at_once_and_leaves_nothing(

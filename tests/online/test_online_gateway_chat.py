@@ -243,11 +243,12 @@ def test_given_token_ids_when_streamed_then_the_prompts_stand_beside_the_choices
     assert all("prompt_token_ids" not in chunk["choices"][0] for chunk in chunks)
 
 
-def test_given_the_seed_that_stands_for_none_when_sent_twice_then_each_answer_has_one_of_its_own(pair: Pair) -> None:
+def test_given_the_seed_that_stands_for_none_when_sent_twice_then_each_prompt_has_one_of_its_own(pair: Pair) -> None:
     for _ in range(2):
         assert pair.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1, "seed": -1}).status_code == 200
+    assert pair.post("/v1/completions", {"prompt": ["x", "x"], "max_tokens": 1, "seed": -1}).status_code == 200
     seeds = [request.params.seed for request in pair.scheduler.added]
-    assert len({-1, *seeds}) == 3
+    assert len({-1, *seeds}) == 5
 
 
 def test_given_whole_answers_when_they_would_hold_too_many_logprobs_then_they_end_and_others_go_on(
@@ -261,13 +262,13 @@ def test_given_whole_answers_when_they_would_hold_too_many_logprobs_then_they_en
     assert pair.post("/v1/chat/completions", body | {"max_tokens": 3}).status_code == 200
     assert pair.post("/v1/chat/completions", body | {"stream": True}).text.endswith("data: [DONE]\n\n")
     monkeypatch.setattr(logprobs, "MAX_HELD", 8)
-    room.take(5, 0)  # of another answer
+    room.take("another", 5, 0)
     refused = pair.post("/v1/chat/completions", body | {"max_tokens": 3})
     assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
-    room.give_back(5)
+    room.give_back("another", 5)
     assert pair.post("/v1/chat/completions", body | {"max_tokens": 3}).status_code == 200
-    room.take(7, 0)  # nothing is held any more
-    room.give_back(7)
+    room.take("another", 7, 0)  # nothing is held any more
+    room.give_back("another", 7)
 
 
 def test_given_a_conversation_with_calls_and_refusals_when_sent_back_then_it_is_answered(pair: Pair) -> None:

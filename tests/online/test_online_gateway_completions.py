@@ -144,6 +144,8 @@ def test_given_a_prompt_near_the_contexts_end_when_no_length_is_asked_for_then_w
     for left, wanted in ((1, 1), (10, 10), (16, 16), (17, 16)):
         usage = pair.post("/v1/completions", {"prompt": [5] * (context - left)}).json()["usage"]
         assert usage["completion_tokens"] == wanted
+    both = pair.post("/v1/completions", {"prompt": [[5], [5] * (context - 1)]}).json()["usage"]
+    assert both["completion_tokens"] == 16 + 1
     refused = pair.post("/v1/completions", {"prompt": [5] * context}).json()["error"]
     assert (refused["code"], refused["param"]) == ("context_length_exceeded", "prompt")
     refused = pair.post("/v1/completions", {"prompt": [5] * (context - 10), "max_tokens": 11}).json()["error"]

@@ -19,6 +19,7 @@ from gateway.answers import ChatAnswer, CompletionAnswer, chunks_of
 from gateway.context import RequestInfo
 from gateway.engine_metrics import ClientView
 from gateway.generation import Generation, PromptState
+from gateway.logprobs import LogprobRoom
 from gateway.metrics import GatewayMetrics
 from gateway.output_parts import SLICE_ENTRIES
 from gateway.routes.tokenize import detokenize, tokenize
@@ -87,8 +88,8 @@ def record_of(request: ChatRequest | CompletionRequest) -> StreamRecord:
 
 def answer_of(generation: Generation, request: ChatRequest | CompletionRequest) -> ChatAnswer | CompletionAnswer:
     if isinstance(request, ChatRequest):
-        return ChatAnswer(generation, record_of(request), request)
-    return CompletionAnswer(generation, record_of(request), request)
+        return ChatAnswer(generation, record_of(request), request, LogprobRoom())
+    return CompletionAnswer(generation, record_of(request), request, LogprobRoom())
 
 
 async def turns_of_others(work: Awaitable[object]) -> int:

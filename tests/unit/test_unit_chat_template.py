@@ -138,7 +138,7 @@ def test_given_a_template_that_knows_calls_by_content_that_is_none_when_rendered
 
 def test_given_a_call_and_its_result_in_their_older_form_when_rendered_then_they_are_the_newer_ones() -> None:
     shows = (
-        "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.function_call }} "
+        "{% for m in messages %}{{ m.role }} {{ m.name }} {{ ('function' ~ '_call') in m }} "
         "{% for c in m.tool_calls %}{{ c.type }} {{ c.function.name }} {{ c.function.arguments.x }}{% endfor %};"
         "{% endfor %}"
     )
@@ -146,9 +146,12 @@ def test_given_a_call_and_its_result_in_their_older_form_when_rendered_then_they
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
         {"role": "function", "name": "f", "content": "2"},
     ]
-    assert render(shows, older) == "assistant   function f 1;tool f  ;"
+    assert render(shows, older) == "assistant  False function f 1;tool f False ;"
+    assert render(shows, [{**older[0], "tool_calls": []}]) == "assistant  False function f 1;"
     with pytest.raises(InvalidRequestError, match="a function that has a name"):
         render(shows, [{"role": "assistant", "content": None, "function_call": "f"}])
+    knows = "{% for m in messages %}{% if m.role == 'function' %}{{ m.name }}{% else %}{{ m.function_call.name }}"
+    assert render(knows + "{% endif %}{% endfor %}", older) == "ff"
 
 
 def test_given_an_empty_list_of_calls_when_rendered_then_the_message_has_none() -> None:

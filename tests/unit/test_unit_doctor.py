@@ -6,6 +6,8 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from novainfer.config import MIB, ServeConfig
 from novainfer.entrypoints import doctor
@@ -61,3 +63,12 @@ def test_a_checkpoint_that_does_not_tell_its_sizes_when_the_doctor_looks_at_memo
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "other"}')
     assert "tokens" not in doctor.memory(build_config({"model": str(tmp_path)})).finding
+
+
+def test_a_checkpoint_of_8_bit_numbers_when_the_doctor_looks_at_memory_then_they_count_as_wide_as_they_become(
+    tmp_path: Path,
+) -> None:
+    tensors = {"a": torch.zeros(2**20, dtype=torch.float8_e4m3fn), "b": torch.zeros(2**20, dtype=torch.half)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes(b"\xff" * 9)
+    assert 4 * MIB < doctor._weights_bytes(build_config({"model": str(tmp_path)})) < 4 * MIB + 1000

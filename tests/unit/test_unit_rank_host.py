@@ -64,6 +64,23 @@ def test_given_the_end_of_a_spare_when_it_comes_behind_the_next_ones_start_then_
     assert zygote.orders[2:] == [("kill", 1)]
 
 
+def test_given_a_spare_that_has_become_the_rank_when_the_end_of_an_older_one_comes_then_nothing_is_killed(
+    zygote: NotedZygote, spare: str
+) -> None:
+    host = rank_host.RankHost()
+    host.stand_by(1, spare)
+    host.stand_by(2, spare)
+    for call in (host.ping, lambda number: host.serve(number, 1)):
+        with pytest.raises(EngineError, match="no spare rank of this number"):
+            call(1)
+    zygote.children[1].shutdown(socket.SHUT_WR)  # its life as a rank is short
+    assert host.serve(2, 1)
+    host.drop_spare(1)
+    assert zygote.orders == [("fork", 1), ("fork", 1)]
+    host.stand_by(3, spare)
+    assert zygote.orders[2:] == [("fork", 0)]
+
+
 def test_given_the_end_of_a_spare_when_it_comes_before_its_start_then_it_is_not_started(
     zygote: NotedZygote, spare: str
 ) -> None:
