@@ -118,14 +118,11 @@ def _private_switches() -> Iterator[None]:
         yield
         return
     parameter: Any = ray._private.parameter
-    node: Any = ray._private.node.Node
     worker: Any = ray._private.worker
     services: Any = ray._private.services
-    modules: dict[str, Any] = sys.modules
-    params, start_api_server = parameter.RayParams, node.start_api_server
+    params = parameter.RayParams
     get_node: Any = getattr(services, "get_node", None)  # what it asks for again and again
     start_process: Any = getattr(services, "start_ray_process", None)
-    modify_environment: Any = getattr(worker, "_maybe_modify_runtime_env", None)  # does, below `uv run`
 
     def lean_params(**kwargs: Any) -> Any:
         return params(**kwargs, no_monitor=True, include_log_monitor=False)
@@ -146,27 +143,36 @@ def _private_switches() -> Iterator[None]:
             command, how["env_updates"] = with_idle_agents(command), {**(how.get("env_updates") or {}), **_PIPES}
         return start_process(command, process_type, **how)
 
-    def log_words(data: dict[str, Any], ignore_prefix: bool) -> None:
-        logger.debug("Ray: %s", "\n".join(data["lines"]))
-
+    worker.print_to_stdstream = _log_words
+    modules: dict[str, Any] = sys.modules
     optional = "ray.dashboard.optional_deps"  # if it cannot be imported, the agents start as in a minimal installation
     modules[optional] = None
-    parameter.RayParams, node.start_api_server = lean_params, no_api_server
-    worker.print_to_stdstream = log_words
-    if get_node is not None:
-        services.get_node = get_living_node
-    if start_process is not None:
-        services.start_ray_process = start_lean_process
-    if modify_environment is not None:
-        worker._maybe_modify_runtime_env = lambda environment, *_: environment
+    try:
+        with (
+            _replaced(parameter, "RayParams", lean_params),
+            _replaced(ray._private.node.Node, "start_api_server", no_api_server),
+            _replaced(services, "get_node", get_living_node),
+            _replaced(services, "start_ray_process", start_lean_process),
+            _replaced(worker, "_maybe_modify_runtime_env", lambda environment, *_: environment),  # does, below `uv run`
+        ):
+            yield
+    finally:
+        del modules[optional]
+
+
+def _log_words(data: dict[str, Any], ignore_prefix: bool) -> None:
+    logger.debug("Ray: %s", "\n".join(data["lines"]))
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute, for a while; one that is not there stays away."""
+    if not hasattr(owner, name):
+        yield
+        return
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        parameter.RayParams, node.start_api_server = params, start_api_server
-        if get_node is not None:
-            services.get_node = get_node
-        if start_process is not None:
-            services.start_ray_process = start_process
-        if modify_environment is not None:
-            worker._maybe_modify_runtime_env = modify_environment
-        del modules[optional]
+        setattr(owner, name, before)

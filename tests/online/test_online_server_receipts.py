@@ -27,7 +27,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, QUESTION | {"n": 3, "seed": 5, "presence_penalty": 0.6, "frequency_penalty": 0.3, "max_tokens": 30}),
     (CHAT, QUESTION | {"temperature": 0, "stop": ["e"], "min_tokens": 4, "seed": 1}),
     (TEXT, {"prompt": ["The gateway", "A worker"], "n": 2, "seed": 9, "repetition_penalty": 1.2, "stop": " a"}),
-    (TEXT, {"prompt": "NovaInfer is", "seed": -1, "logit_bias": {"300": 2.5}, "ignore_eos": True, "max_tokens": 60}),
+    (TEXT, {"prompt": "NovaInfer is", "seed": -7, "logit_bias": {"300": 2.5}, "ignore_eos": True, "max_tokens": 60}),
 ]
 NUM_CHOICES = 1 + 1 + 3 + 1 + 4 + 1
 
