@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.quantized import compressed_config
+
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
@@ -40,14 +42,7 @@ class Float8:
         strategy = "block" if self.block else "tensor" if self.per_tensor else "group" if self.group else "channel"
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
         weights |= {"group_size": self.group, "block_structure": self.block and list(self.block)}
-        groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": self.form,
-            "config_groups": groups,
-            "ignore": ["lm_head"],
-            "quantization_status": "compressed",
-        }
+        return compressed_config(self.form, weights)
 
     def write(
         self, module: str, shape: tuple[int, int], generator: torch.Generator

@@ -9,7 +9,6 @@ The rules, read in the formats' own sources and written anew here, one integer a
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.parity.builders import edit_config
 from workers.quantized.scheme import StoredScheme, read_scheme
 
 AWQ_ORDER_MAP = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -84,14 +84,7 @@ class Format:
             "actorder": "group" if self.reordered else None,
             "dynamic": False,
         }
-        groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": self.form,
-            "config_groups": groups,
-            "ignore": ["lm_head"],
-            "quantization_status": "compressed",
-        }
+        return compressed_config(self.form, weights)
 
     def write(
         self, module: str, shape: tuple[int, int], generator: torch.Generator
@@ -201,7 +194,12 @@ def scheme_of(quantization_config: dict[str, Any]) -> StoredScheme:
     return scheme
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    """Of config.json."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | changes
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+def compressed_config(form: str, weights: dict[str, Any]) -> dict[str, Any]:
+    """compressed-tensors', of linear layers with weights of one kind."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }

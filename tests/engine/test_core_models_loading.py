@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, Star
 from kernels.backend import select_backend
 from novainfer.config import ModelConfig
 from novainfer.errors import UnsupportedModelError
-from tests.parity.builders import VOCAB_SIZE, build_checkpoint
+from tests.parity.builders import VOCAB_SIZE, build_checkpoint, edit_config, edit_tensors
 from tests.parity.harness import CPU, load, paged_greedy, ragged_prompts, transformers_greedy
 from workers.checkpoint import find_checkpoint, read_json
 from workers.layers.build import LayerBuilder
@@ -31,21 +31,6 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return build_checkpoint("qwen3", tmp_path / "qwen3")
-
-
-def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
-    """Replace, add or (None) remove tensors; the names' dots are written as double underscores."""
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in changes.items():
-        tensors.pop(name.replace("__", "."), None)
-        if tensor is not None:
-            tensors[name.replace("__", ".")] = tensor
-    save_file(tensors, folder / "model.safetensors")
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    config = read_json(folder, "config.json") | changes
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def split_into_shards(folder: Path) -> None:

@@ -18,9 +18,9 @@ from novainfer.config import ModelConfig, ServeConfig
 from novainfer.errors import ConfigError, UnsupportedModelError
 from novainfer.mode import Mode
 from tests.float8 import Float8
-from tests.parity.builders import build_checkpoint
+from tests.parity.builders import build_checkpoint, edit_config, edit_tensors
 from tests.parity.harness import CPU, Generation, largest_difference, load, paged_greedy, ragged_prompts
-from tests.quantized import edit_config, quantize_checkpoint, scheme_of
+from tests.quantized import quantize_checkpoint, scheme_of
 from workers import kept_config
 from workers.layers.build import LayerBuilder, RowSlice
 from workers.mode import find_mode
@@ -89,16 +89,6 @@ def quantized(tmp_path: Path, how: Float8, family: str = "qwen3", modules: str =
     """The folder of the quantised checkpoint, and that of its plain twin."""
     folder = build_checkpoint(family, tmp_path / family)
     return folder, quantize_checkpoint(folder, how, modules=modules)
-
-
-def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
-    """Of a checkpoint, by name with "__" for a dot; None takes one out."""
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in changes.items():
-        tensors.pop(name.replace("__", "."), None)
-        if tensor is not None:
-            tensors[name.replace("__", ".")] = tensor
-    save_file(tensors, folder / "model.safetensors")
 
 
 def answers(folder: Path, **config: Any) -> Generation:

@@ -22,9 +22,9 @@ from kernels.reference_backend import ReferenceBackend
 from novainfer.config import ModelConfig, ServeConfig
 from novainfer.errors import ConfigError, UnsupportedModelError
 from novainfer.mode import Mode
-from tests.parity.builders import build_checkpoint
+from tests.parity.builders import build_checkpoint, edit_config
 from tests.parity.harness import CPU, Generation, largest_difference, load, paged_greedy, ragged_prompts
-from tests.quantized import Format, edit_config, quantize_checkpoint, scheme_of
+from tests.quantized import Format, quantize_checkpoint, scheme_of
 from workers.layers.build import LayerBuilder, RowSlice
 from workers.mode import find_mode
 from workers.models.base import CausalLM

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 
 VOCAB_SIZE = 271  # 256 bytes, 3 special tokens, and some ids that no text maps to; odd, so that ranks need padding
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -46,6 +48,14 @@ _LATENT = {  # multi-head latent attention: values are shorter than keys
     "v_head_dim": 16,
     "head_dim": 8,
     "num_key_value_heads": 4,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 _MOE = {"num_experts_per_tok": 2, "sliding_window": None}
 _LONGROPE = _rope(
@@ -94,28 +104,12 @@ _FAMILIES: dict[str, Family] = {
     "gemma3_multimodal": Family(
         "gemma3",
         {**_LAYERS_4, "model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16},
-        {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
+        {"model_type": "siglip_vision_model", **_VISION},
     ),
     "mistral3": Family(
         "mistral3",
         {"model_type": "mistral", "sliding_window": 12, "head_dim": 32},
-        {
-            "model_type": "pixtral",
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
+        {"model_type": "pixtral", **_VISION},
     ),
     "phi3": Family("phi3", {"sliding_window": 12, "pad_token_id": 0}),
     "phi3_longrope": Family("phi3", {**_LONGROPE, "original_max_position_embeddings": 128, "pad_token_id": 0}),
@@ -182,6 +176,22 @@ def build_checkpoint(name: str, path: Path, dtype: str = "float32") -> Path:
     model.to(getattr(torch, dtype)).save_pretrained(path)
     _write_tokenizer(path)
     return path
+
+
+def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
+    """Replace, add or (None) remove tensors; the names' dots are written as double underscores."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Of config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | changes
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def auto_class(model_type: str) -> Any:

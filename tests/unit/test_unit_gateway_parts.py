@@ -276,7 +276,7 @@ def test_given_a_feature_that_is_missing_when_it_asks_for_nothing_then_it_is_tak
     "fields", [{"function_call": "none"}, {"function_call": "auto"}, {"function_call": "auto", "functions": []}]
 )
 def test_given_the_older_form_of_tools_without_any_when_parsed_then_it_is_taken(fields: dict[str, Any]) -> None:
-    parse(ChatRequest, CHAT_BODY | fields, strict_params=False)
+    assert parse(ChatRequest, CHAT_BODY | fields, strict_params=False)[1] == [*(fields.keys() - {"function_call"})]
 
 
 @pytest.mark.parametrize(
