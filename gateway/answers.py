@@ -17,6 +17,7 @@ from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.slices import Slices, Written, to_json, write_object
 from gateway.sse import DONE, KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, event, json_bytes, json_string
 from gateway.stream_record import StreamRecord
+from gateway.told_parts import deltas_of, message_of
 from novainfer import __version__
 from novainfer.client.output import ChoiceDelta, ChoiceOutput
 from novainfer.text.tokenizer import Tokenizer
@@ -137,14 +138,27 @@ class ChatChunks(_Chunks):
             prompt = f',"prompt_token_ids":{self._generation.prompts[0].token_ids}' if self._record.token_ids else ""
             chunks.append(self._chunk(delta.choice, first, prompt))  # as in a whole answer, and with vLLM
         self._places[delta.choice] += len(delta.token_ids) + (delta.finish_reason is not None)
-        if delta.text or delta.logprobs or (self._record.token_ids and delta.token_ids):
+        has_parts = delta.reasoning or delta.calls
+        if delta.text or has_parts or delta.logprobs or (self._record.token_ids and delta.token_ids):
             ids = f',"token_ids":{delta.token_ids}' if self._record.token_ids else ""
-            fields = self._fields_of(json_string(delta.text), self._logprobs_of(delta))
-            chunks.append(self._chunk(delta.choice, fields + ids))
+            logprobs = self._logprobs_of(delta)
+            if has_parts:
+                chunks += self._parts(delta, logprobs, ids)
+            else:
+                chunks.append(self._chunk(delta.choice, self._fields_of(json_string(delta.text), logprobs) + ids))
         if delta.finish_reason is not None:
             self._ends(delta.choice)
             chunks.append(self._chunk(delta.choice, f'"delta":{{}},"logprobs":null,{_finish(delta)}'))
         return "".join(chunks).encode()
+
+    def _parts(self, delta: ChoiceDelta, logprobs: str, ids: str) -> list[str]:
+        """Chunks of more than content; log-probabilities and token ids stand in the first one."""
+        chunks = []
+        for told in deltas_of(delta, self._record):
+            fields = f'"delta":{{{told}}},"logprobs":{logprobs},"finish_reason":null'
+            chunks.append(self._chunk(delta.choice, fields + ids))
+            logprobs, ids = "null", ""
+        return chunks
 
     def _logprobs_of(self, delta: ChoiceDelta) -> str:
         return _described(delta, ChatLogprobs(ascii_only=True)) if self._record.logprobs else "null"
@@ -291,7 +305,7 @@ class ChatAnswer(_Answer[ChatLogprobs]):
     async def _choice(self, whole: ChoiceDelta) -> dict[str, Any]:
         return {
             "index": whole.choice,
-            "message": {"role": "assistant", "content": whole.text, "refusal": None},
+            "message": message_of(whole, self._record),
             "logprobs": self._logprobs[whole.choice].write() if self._logprobs else None,
             **self._end(whole),
         }

@@ -16,7 +16,7 @@ from gateway.body import ClientGone
 from gateway.client_watch import ClientWatch
 from gateway.context import RequestInfo
 from gateway.metrics import CANCELLED, FAILED, FINISHED, GatewayMetrics
-from gateway.output_parts import is_long, parts_of, split, without_tokens
+from gateway.output_parts import WholeChoice, is_long, parts_of, split, without_tokens
 from gateway.plain_choice import PlainChoice
 from gateway.slices import Slices
 from gateway.token_times import TokenTimes
@@ -33,6 +33,7 @@ from novainfer.errors import DeadlineError
 from novainfer.protocol.messages import FINISH_CANCELLED, EngineInfo, Logprobs, PromptLogprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.detokenizer import Detokenizer
+from novainfer.text.parts import Telling
 from novainfer.text.tokenizer import Tokenizer
 
 
@@ -42,6 +43,7 @@ class PromptState:
 
     is_alone: no token was asked for; of the one that the engine samples nobody is told.
     told: the places up to which another gateway has told its choices (see `stream_record`); the deltas begin there.
+    telling: what is taken out of the text of its choices.
     """
 
     request_id: str
@@ -51,6 +53,7 @@ class PromptState:
     echo: str = ""
     told: list[int] = field(default_factory=list)
     is_alone: bool = False
+    telling: Telling | None = None
     num_cached_tokens: int | None = None  # as first told; a recovered engine finds its own output cached too
     logprobs: list[Logprobs] = field(default_factory=list)
 
@@ -106,7 +109,12 @@ class Generation:
         self._prompt_of = {prompt.request_id: number for number, prompt in enumerate(prompts)}
         self.outputs = [
             ChoiceOutput(
-                tokenizer, prompt.params, p * self._n + c, after_prompt=after_prompt, text_offset=len(prompt.echo)
+                tokenizer,
+                prompt.params,
+                p * self._n + c,
+                after_prompt=after_prompt,
+                text_offset=len(prompt.echo),
+                telling=prompt.telling,
             )
             for p, prompt in enumerate(prompts)
             for c in range(self._n)
@@ -222,22 +230,16 @@ class Generation:
     async def collect(self, describe: Callable[[ChoiceDelta], None]) -> list[ChoiceDelta]:
         """Wait for the end; one delta per choice, holding all of it but the log-probabilities: those see `describe`."""
         slices = Slices()
-        whole = [ChoiceDelta(output.choice) for output in self.outputs]
-        texts: list[list[str]] = [[] for _ in whole]
+        wholes = [WholeChoice(output.choice) for output in self.outputs]
         while not self.finished:
             await self.wait()
             slices.begin()
             for delta in self.take():
                 describe(delta)
-                texts[delta.choice].append(delta.text)
-                sum_ = whole[delta.choice]
-                sum_.token_ids += delta.token_ids
-                sum_.finish_reason, sum_.stop_reason = delta.finish_reason, delta.stop_reason
+                wholes[delta.choice].add(delta)
                 await slices.pause()
-        for sum_, parts in zip(whole, texts, strict=True):
-            sum_.text = "".join(parts)
         self._check()
-        return whole
+        return [whole.join() for whole in wholes]
 
     def _check(self) -> None:
         if self.client_gone:
@@ -279,7 +281,7 @@ class Generation:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum([p.num_cached_tokens or 0 for p in self.prompts])},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": sum([o.num_reasoning_tokens for o in self.outputs])},
         }
 
     @property

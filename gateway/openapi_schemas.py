@@ -191,7 +191,10 @@ _END: dict[str, Schema] = {
     "finish_reason": {"enum": ["stop", "length", "cancelled"]},
     "stop_reason": {"type": ["integer", "string", "null"]},
 }
-_SAID = _object(role={"const": "assistant"}, content=_STRING, refusal={"type": "null"})
+_CALL = _object(id=_STRING, type={"const": "function"}, function=_object(name=_STRING, arguments=_STRING))
+_SAID = _object(role={"const": "assistant"}, content=_MAYBE_STRING, refusal={"type": "null"})
+_SAID["properties"] |= {"reasoning_content": _STRING, "tool_calls": _array(_CALL, 1)}  # where there are any
+_CHAT_END = _END | {"finish_reason": {"enum": [*_END["finish_reason"]["enum"], "tool_calls"]}}
 
 
 def _answer(kind: str, choice: Schema) -> Schema:
@@ -212,7 +215,7 @@ _ERROR = _object(message=_STRING, type=_STRING, param=_MAYBE_STRING, code=_MAYBE
 
 ANSWERS: dict[str, Schema] = {
     "Error": _object(error=_ERROR),
-    "ChatCompletion": _answer("chat.completion", _object(index=_COUNT, message=_SAID, **_END)),
+    "ChatCompletion": _answer("chat.completion", _object(index=_COUNT, message=_SAID, **_CHAT_END)),
     "TextCompletion": _answer("text_completion", _object(index=_COUNT, text=_STRING, **_END)),
     "Model": _MODEL,
     "ModelList": _object(object={"const": "list"}, data=_array(_MODEL, 1)),

@@ -1,13 +1,43 @@
-"""Outputs of the engine cut into parts."""
+"""Outputs of the engine cut into parts, and what came of them joined."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from novainfer.client.output import ChoiceDelta
 from novainfer.protocol.messages import FINISH_LENGTH, FINISH_STOP, PromptLogprobs, TokenOutput
+from novainfer.text.call_object import CallDelta, join_calls
 
 SLICE_ENTRIES = 1024  # tokens, and log-probabilities at their places, that one delta tells at most
+
+
+class WholeChoice:
+    """All deltas of one choice as one, without their log-probabilities."""
+
+    def __init__(self, choice: int) -> None:
+        self._whole = ChoiceDelta(choice)
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[CallDelta] = []
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """The next one."""
+        whole = self._whole
+        self._texts.append(delta.text)
+        if delta.reasoning:
+            self._thoughts.append(delta.reasoning)
+        if delta.calls:
+            self._calls += delta.calls
+        whole.token_ids += delta.token_ids
+        whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def join(self) -> ChoiceDelta:
+        """After the last one."""
+        whole = self._whole
+        whole.text, whole.reasoning = "".join(self._texts), "".join(self._thoughts)
+        whole.calls = join_calls(self._calls)
+        return whole
 
 
 def is_long(item: TokenOutput | PromptLogprobs) -> bool:

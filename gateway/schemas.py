@@ -141,6 +141,9 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: TemplateKwargs = _empty(dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
 
 
 class CompletionRequest(GenerationRequest):

@@ -33,6 +33,7 @@ from novainfer.config import ServeConfig
 from novainfer.errors import InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import AddRequest, EngineInfo, EngineStats
 from novainfer.sampling.params import SamplingParams
+from novainfer.text.model_parsers import parsers_of
 from novainfer.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,9 @@ class GatewayService:
             self.tokenizer = Tokenizer.load(folder)
             known_ids = vocab_size(resolve_checkpoint(model.model, revision=model.revision))
             self.tokenizer.check_fits(known_ids)
+            self.parsers = parsers_of(
+                self.tokenizer, model.tool_call_parser, model.reasoning_parser, model.chat_template
+            )
             self._num_token_ids = max(self.tokenizer.vocab_size, known_ids or 0)
             # The checkpoint's date: the same in every gateway and after each restart.
             self.created = int(os.stat(folder / "tokenizer.json").st_mtime)
@@ -223,6 +227,7 @@ class GatewayService:
                 eos,
                 echo,
                 is_alone=record.prompt_alone,
+                telling=record.telling,
             )
             for number, (token_ids, echo) in enumerate(prompts)
         ]

@@ -17,6 +17,8 @@ from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.slices import to_json
 from novainfer.errors import InvalidRequestError
 from novainfer.protocol.codec import MAX_TEXT_BYTES
+from novainfer.text.parts import NONE, Telling
+from novainfer.text.tool_calls import call_id
 
 _ID = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})*", re.ASCII)
 
@@ -26,7 +28,7 @@ class StreamRecord:
     """One stream. `created` in Unix seconds; `model` is the name that the client used.
 
     after_prompt: its text goes on from the prompt's, as of a completion, or a chat that continues its last message.
-    prompt_alone: see `PromptState.is_alone`.
+    prompt_alone: see `PromptState.is_alone`. telling: what is taken out of the text.
     """
 
     is_chat: bool
@@ -42,10 +44,18 @@ class StreamRecord:
     receipt: bool
     after_prompt: bool
     prompt_alone: bool
+    telling: Telling | None = None
 
     @classmethod
     def of(
-        cls, request: ChatRequest | CompletionRequest, response_id: str, created: int, model: str, *, receipt: bool
+        cls,
+        request: ChatRequest | CompletionRequest,
+        response_id: str,
+        created: int,
+        model: str,
+        *,
+        receipt: bool,
+        telling: Telling | None = None,
     ) -> StreamRecord:
         """What the request asked for."""
         options = request.stream_options
@@ -63,7 +73,12 @@ class StreamRecord:
             receipt=receipt,
             after_prompt=isinstance(request, CompletionRequest) or request.continue_final_message,
             prompt_alone=asks_for_prompt_alone(request),
+            telling=telling,
         )
+
+    def call_id(self, choice: int, index: int) -> str:
+        """Of a call that a choice tells."""
+        return call_id(NONE if self.telling is None else self.telling.calls, self.response_id, choice, index)
 
 
 _FIELDS = tuple(field.name for field in fields(StreamRecord))
@@ -90,7 +105,10 @@ class PromptRecord:
         if not text:
             raise ApiError(404, "The request with this id is not a stream.", "stream_not_found")
         data = json.loads(text)
-        return cls(**{**data, "stream": StreamRecord(**data["stream"])})
+        stream = StreamRecord(**data["stream"])
+        if stream.telling is not None:
+            stream.telling = Telling(*stream.telling)  # JSON has it as a list
+        return cls(**{**data, "stream": stream})
 
 
 def answers_of(stream: StreamRecord, echoes: list[str]) -> list[str]:

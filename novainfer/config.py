@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from novainfer.errors import ConfigError
+from novainfer.text.parts import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 DEMO_MODEL = "demo"  # the checkpoint in novainfer/assets/demo
 MIB = 1024 * 1024
@@ -40,6 +41,18 @@ class ModelConfig:
     revision: str | None = option(None, "Hub revision (branch, tag or commit).")
     tokenizer: str | None = option(None, "Folder or hub id of the tokenizer, where it is not the model's.")
     chat_template: str | None = option(None, "File with a Jinja chat template that replaces the model's.")
+    tool_call_parser: str = option(
+        "auto",
+        "How a chat's answer writes calls, to be told as tool_calls where a request has tools; auto = as the chat "
+        "template shows, none = they stay in the content.",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "Tell what a chat's answer has between <think> and </think> as reasoning_content; auto = if the template or "
+        "the tokenizer has these marks, none = it stays in the content.",
+        choices=REASONING_PARSERS,
+    )
     served_model_name: tuple[str, ...] = option((), "Names that clients may use; default: the model as given.")
     dtype: str = option(
         "auto",

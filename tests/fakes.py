@@ -68,6 +68,23 @@ def write_tokenizer(folder: Path, *, template: str | None = CHATML) -> Path:
     return folder
 
 
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+THINKER = (
+    CHATML
+    + '{% if tools %}{% set form = \'<tool_call>{"name": name, "arguments": object}</tool_call>\' %}{% endif %}'
+    + "{% if thinks %}<think>\n{% endif %}"
+)
+
+
+def write_thinker(folder: Path, *, are_special: bool) -> Path:
+    """The same of a model that thinks and calls tools; are_special: between special tokens."""
+    write_tokenizer(folder, template=THINKER)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([tokenizers.AddedToken(mark, special=are_special, normalized=False) for mark in MARKS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def write_sentencepiece(folder: Path, words: list[str], decoder: decoders.Decoder | None = LLAMA) -> Path:
     """A tokenizer of bytes and these words, with a ChatML template, as a checkpoint holds it."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]

@@ -9,7 +9,9 @@ from gateway.routes.endpoint import Call
 from gateway.routes.generate import generate
 from gateway.schemas import ROLES, ChatRequest, TokenizeRequest, without_prompt
 from gateway.text_jobs import RenderJob
+from gateway.told_parts import telling_of
 from novainfer.errors import InvalidRequestError
+from novainfer.text.parts import NONE
 
 
 async def chat_completions(call: Call) -> None:
@@ -22,8 +24,12 @@ async def chat_completions(call: Call) -> None:
     refuse_unsupported(request)
     with service.admit_generation(call.info, request, 1):
         (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
-        request = without_prompt(_with_marks_of_calls(request))
-        await generate(call, request, [(token_ids, "")], headers, model=model, wants_receipt=wants_receipt)
+        telling = telling_of(request, service.parsers, service.tokenizer, token_ids)
+        if telling is None or telling.calls == NONE:
+            request = _with_marks_of_calls(request)
+        request = without_prompt(request)
+        prompts = [(token_ids, "")]
+        await generate(call, request, prompts, headers, model=model, wants_receipt=wants_receipt, telling=telling)
 
 
 def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> RenderJob:
@@ -46,7 +52,7 @@ def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> Rend
 
 
 def _with_marks_of_calls(request: ChatRequest) -> ChatRequest:
-    """Calls come back as text, and some models mark them by special tokens: told, unless the client says otherwise."""
+    """Calls that no parser knows are text, some between special tokens: told, unless the client says otherwise."""
     if not request.tools or request.tool_choice == "none" or "skip_special_tokens" in request.model_fields_set:
         return request
     return request.model_copy(update={"skip_special_tokens": False})
@@ -73,7 +79,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise InvalidRequestError(f"A message's role must be one of {', '.join(sorted(ROLES))}.", param="messages")
-        # Calls are text here, without ids: who tells what came of one may have none to name.
+        # A call that came as text has no id: who tells what came of it may have none to name.
         if not isinstance(message.get("tool_call_id"), str | None):
             raise InvalidRequestError(f"messages[{number}].tool_call_id must be a string.", param="messages")
 

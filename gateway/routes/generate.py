@@ -12,6 +12,7 @@ from gateway.slices import SlicedResponse
 from gateway.sse import SseResponse
 from gateway.stream_record import StreamRecord
 from novainfer.errors import InvalidRequestError
+from novainfer.text.parts import Telling
 
 
 async def generate(
@@ -22,14 +23,15 @@ async def generate(
     *,
     model: str,
     wants_receipt: bool,
+    telling: Telling | None = None,
 ) -> None:
     """Answer with what follows the prompts, given as (token ids, text to echo). Raises what `service.start` raises.
 
-    model: the name that the client used.
+    model: the name that the client used. telling: what is taken out of the text.
     """
     service = call.service
     response_id = new_response_id("chatcmpl" if isinstance(request, ChatRequest) else "cmpl")
-    record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt)
+    record = StreamRecord.of(request, response_id, unix_now(), model, receipt=wants_receipt, telling=telling)
     if wants_receipt and record.prompt_alone:
         raise InvalidRequestError("A receipt is about tokens, and max_tokens is 0.", param="receipt")
     generation = service.start(request, record, prompts, call.info)

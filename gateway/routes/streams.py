@@ -110,7 +110,7 @@ def _take_over(
     for record, add, _ in parts:
         told = list(islice(places, add.params.n))
         state = PromptState(add.request_id, add.prompt_token_ids, add.params, add.eos_token_ids, record.echo, told)
-        state.is_alone = record.stream.prompt_alone
+        state.is_alone, state.telling = record.stream.prompt_alone, record.stream.telling
         states.append(state)
         add = replace(add, deadline=deadline_of(info))
         requests.append(taken_over(add, [max(place - 1, 0) for place in told]))

@@ -6,14 +6,18 @@ however they are cut into messages.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from novainfer.protocol.messages import FINISH_STOP, Logprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.sampling.stop import StopMatcher
+from novainfer.text.call_object import CallDelta
 from novainfer.text.detokenizer import Detokenizer
+from novainfer.text.parts import Parts, PartsParser, Telling
 from novainfer.text.tokenizer import Tokenizer
 
+FINISH_TOOL_CALLS = "tool_calls"  # told in place of a stop behind calls that are whole
 _NO_STOP = StopMatcher(())  # is fed nothing
 
 
@@ -39,10 +43,15 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What one `ChoiceOutput.push` adds. `stop_reason`: the stop string, or the stop id that is no end of text."""
+    """What one `ChoiceOutput.push` adds. `stop_reason`: the stop string, or the stop id that is no end of text.
+
+    text: without the reasoning and the calls that a parser takes out of it.
+    """
 
     choice: int
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -50,12 +59,28 @@ class ChoiceDelta:
     error: str | None = None
 
 
+@dataclass(slots=True)
+class _Told:
+    """What tokens that came together add, in pieces: joined once, as there may be many."""
+
+    contents: list[str]
+    thoughts: list[str]
+    calls: list[CallDelta]
+
+    def add(self, parts: Parts) -> None:
+        """The next ones."""
+        self.contents.append(parts.content)
+        self.thoughts.append(parts.reasoning)
+        self.calls += parts.calls
+
+
 class ChoiceOutput:
     """Text, counts and end of one choice.
 
     After `push` returned a `finish_reason` that the engine did not send (`ended_here`), the caller must cancel the
     choice at the engine; later tokens of it are ignored. after_prompt: see `Detokenizer`. text_offset: characters
-    that stand before the output where offsets are counted from (an echoed prompt).
+    that stand before the output where offsets are counted from (an echoed prompt). telling: what parsers take out of
+    the text; stop strings and offsets are those of all of it. num_reasoning_tokens: that came while a thought was open.
     """
 
     def __init__(
@@ -66,13 +91,21 @@ class ChoiceOutput:
         *,
         after_prompt: bool = False,
         text_offset: int = 0,
+        telling: Telling | None = None,
     ) -> None:
         self.choice = choice
         self.token_ids: list[int] = []  # sampled ids seen, including the one that ended the choice
         self.finish_reason: str | None = None
         self.ended_here = False
+        self.num_reasoning_tokens = 0
         self._tokenizer = tokenizer
         self._params = params
+        self._parser = None if telling is None or telling.is_plain else PartsParser(telling)
+        self._marks: dict[int, str] = {}  # special tokens that are no text, but for the parser
+        if telling is not None and self._parser is not None and params.skip_special_tokens:
+            self._marks = tokenizer.special_ids_of(telling.marks)
+        self._untold: deque[tuple[int, str]] = deque()  # of these: those behind text that is held back, and its length
+        self._num_told = text_offset  # characters, of the text that the parser got
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, after_prompt=after_prompt
         )
@@ -89,7 +122,7 @@ class ChoiceOutput:
     @property
     def is_plain(self) -> bool:
         """Its text depends on its tokens alone: `push_tokens` may be used."""
-        return not self._params.stop
+        return not self._params.stop and (self._parser is None or self._parser.is_over)
 
     @property
     def is_between(self) -> bool:
@@ -105,6 +138,7 @@ class ChoiceOutput:
         self.token_ids += token_ids
         text = self._detokenizer.feed(token_ids)
         self._text_length += len(text)
+        self._num_told = self._text_length
         return text
 
     def push(self, output: TokenOutput) -> ChoiceDelta:
@@ -115,33 +149,42 @@ class ChoiceOutput:
         if self.is_plain and not output.logprobs and output.finish_reason is None:
             delta.token_ids, delta.text = output.token_ids, self.push_tokens(output.token_ids)
             return delta
+        told = _Told([], [], delta.calls)
+        self._push(output, delta, told)
+        delta.text, delta.reasoning = "".join(told.contents), "".join(told.thoughts)
+        return delta
+
+    def _push(self, output: TokenOutput, delta: ChoiceDelta, told: _Told) -> None:
         bare = len(output.token_ids) - len(output.logprobs)
         for position, token_id in enumerate(output.token_ids):
             if position >= bare:
                 delta.logprobs.append(self._logprob(output.logprobs[position - bare]))
             delta.token_ids.append(token_id)
             last = position == len(output.token_ids) - 1
-            delta.text += self._take(token_id, hidden=last and self._is_hidden_stop(output, token_id))
+            self._tell(told, self._take(token_id, hidden=last and self._is_hidden_stop(output, token_id)))
             if self._stop.matched is not None:
-                return self._end(delta, FINISH_STOP, self._stop.matched, here=True)
+                self.ended_here = True
+                self._end(delta, told, FINISH_STOP, self._stop.matched)
+                return
         if output.finish_reason is None:
-            return delta
+            return
         rest = self._detokenizer.flush()
         if rest or self._params.stop:
-            delta.text += self._match(rest) + self._stop.flush()
+            self._tell(told, self._match(rest) + self._stop.flush())
         delta.error = output.error
         if self._stop.matched is not None:  # the flush itself completed a stop string
-            return self._end(delta, FINISH_STOP, self._stop.matched, here=False)
+            self._end(delta, told, FINISH_STOP, self._stop.matched)
+            return
         stop_id = output.stop_token_id
-        return self._end(delta, output.finish_reason, stop_id if stop_id in self._params.stop_token_ids else None)
+        self._end(delta, told, output.finish_reason, stop_id if stop_id in self._params.stop_token_ids else None)
 
-    def _end(
-        self, delta: ChoiceDelta, reason: str, stop_reason: str | int | None, *, here: bool = False
-    ) -> ChoiceDelta:
+    def _end(self, delta: ChoiceDelta, told: _Told, reason: str, stop_reason: str | int | None) -> None:
         self.finish_reason = delta.finish_reason = reason
-        self.ended_here = here
+        if self._parser is not None:
+            told.add(self._parser.flush())
+            if reason == FINISH_STOP and self._parser.ends_in_calls:
+                delta.finish_reason = FINISH_TOOL_CALLS
         delta.stop_reason = stop_reason
-        return delta
 
     def _is_hidden_stop(self, output: TokenOutput, token_id: int) -> bool:
         """The stop token itself is no text, unless asked for."""
@@ -153,7 +196,27 @@ class ChoiceOutput:
 
     def _take(self, token_id: int, *, hidden: bool) -> str:
         self.token_ids.append(token_id)
+        if self._parser is not None and self._parser.is_inside:
+            self.num_reasoning_tokens += 1
+        if token_id in self._marks and not hidden:
+            self._untold.append((self._text_length, self._marks[token_id]))
         return "" if hidden else self._match(self._detokenizer.feed_token(token_id))
+
+    def _tell(self, told: _Told, text: str) -> None:
+        if self._parser is None:
+            told.contents.append(text)
+            return
+        start, end = 0, self._num_told + len(text)
+        while self._untold and self._untold[0][0] <= end:
+            place, mark = self._untold.popleft()
+            if place > self._num_told:
+                count = place - self._num_told
+                told.add(self._parser.feed(text[start : start + count]))
+                start, self._num_told = start + count, place
+            if self._parser.looks_for(mark):
+                told.add(self._parser.feed(mark))
+        self._num_told = end
+        told.add(self._parser.feed(text[start:]))
 
     def _match(self, text: str) -> str:
         """Text to show. Stop strings count only in text that begins after `min_tokens` tokens."""

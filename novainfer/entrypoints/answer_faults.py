@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from novainfer.entrypoints.answer_ways import Way
 from novainfer.entrypoints.saved_answer import SaidChoice, SavedAnswer
 from novainfer.receipt import ChoiceReceipt
 from novainfer.text.tokenizer import Tokenizer
@@ -15,12 +16,16 @@ EXCERPT = 24  # characters
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """One choice as it was computed again; `text` is what a server says of these tokens, without an echo."""
+    """One choice as it was computed again; `text` is what a server says of these tokens, without an echo.
+
+    ways: others in which a server may tell them, in a chat.
+    """
 
     receipt: ChoiceReceipt
     text: str
     token_ids: list[int]
     stop_reason: str | int | None
+    ways: tuple[Way, ...] = ()
 
 
 class Echo:
@@ -66,11 +71,12 @@ def choice_faults(answer: SavedAnswer, index: int, found: Recomputed, echo: Echo
     # Other readers may have had the beginning, to the last finish reason.
     may_be_rest = answer.may_be_rest and not said.has_begun
     faults = [f"the answer has '{name}', which this server never writes" for name in sorted(set(said.strays))]
-    if not (may_be_rest and found.text.endswith(said.text)):
-        faults += _text_faults(said.text, found.text, None if answer.is_chat else echo)
-    reason = found.receipt.finish_reason
-    if said.finish_reasons != [reason] and not (may_be_rest and not said.finish_reasons):
-        faults.append(f"the answer's finish reason is {_shown(said.finish_reasons)}, the receipt's '{reason}'")
+    way, wrong = _way_of(answer, index, found, echo, may_be_rest=may_be_rest)
+    faults += wrong
+    if said.finish_reasons != [way.finish_reason] and not (may_be_rest and not said.finish_reasons):
+        reason = found.receipt.finish_reason
+        as_told = "" if reason == way.finish_reason else f", told as '{way.finish_reason}' behind a call"
+        faults.append(f"the answer's finish reason is {_shown(said.finish_reasons)}, the receipt's '{reason}'{as_told}")
     if any(stop != found.stop_reason for stop in said.stop_reasons):
         shown = _shown([found.stop_reason])
         faults.append(f"the answer's stop reason is {_shown(said.stop_reasons)}, computed again: {shown}")
@@ -78,8 +84,26 @@ def choice_faults(answer: SavedAnswer, index: int, found: Recomputed, echo: Echo
         faults.append("the answer's token_ids are not those that were computed again")
     if said.prompt_token_ids is not None and said.prompt_token_ids != echo.token_ids:
         faults.append("the answer's prompt_token_ids are not those of the receipt")
-    is_rest = len(said.text) < len(found.text) or not said.finish_reasons
-    return faults, f"; the file holds only its end, {len(said.text)} characters" if is_rest else ""
+    is_rest = said.size < way.size or not said.finish_reasons
+    return faults, f"; the file holds only its end, {said.size} characters" if is_rest else ""
+
+
+def _way_of(
+    answer: SavedAnswer, index: int, found: Recomputed, echo: Echo, *, may_be_rest: bool
+) -> tuple[Way, list[str]]:
+    """In which way the answer tells this choice, the plain one if in none; and what is wrong with what it tells."""
+    said = answer.choices.get(index, SaidChoice())
+    plain = Way(found.text, found.receipt.finish_reason)
+    told = [way for way in (plain, *found.ways) if way.is_told_by(said, may_be_rest=may_be_rest)]
+    likely = [way for way in told if said.finish_reasons == [way.finish_reason]] or told
+    if likely:
+        way = likely[0]
+        is_named = not isinstance(answer.id, str) or way.has_ids_of(said, answer.id, index)
+        return way, [] if is_named else ["the ids of the answer's calls are not those that its own id gives"]
+    names = [name for name, some in (("reasoning_content", said.reasoning), ("tool_calls", said.calls)) if some]
+    if names:
+        return plain, [f"the answer has {' and '.join(names)}, which no parser of this model makes of these tokens"]
+    return plain, _text_faults(said.text, found.text, None if answer.is_chat else echo)
 
 
 def answer_faults(answer: SavedAnswer) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from novainfer import __version__
 from novainfer.entrypoints.options import Parser, add_arguments
 from novainfer.errors import ConfigError, NovaInferError
+from novainfer.text.parts import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 
 EXIT_USAGE = 2
 
@@ -54,6 +55,10 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     verify.add_argument("receipt", metavar="RECEIPT_FILE", help="a receipt or a saved response with one ('-': stdin)")
     verify.add_argument("--model", help="folder or hub id of the checkpoint (default: the receipt's name)")
     verify.add_argument("--tokenizer", help="the server's own --tokenizer, where it had one (default: the model's)")
+    verify.add_argument("--chat-template", help="the server's own --chat-template, where it had one")
+    for name, choices in (("tool-call", TOOL_CALL_PARSERS), ("reasoning", REASONING_PARSERS)):
+        words = f"the server's own --{name}-parser, where it had one (default: auto)"
+        verify.add_argument(f"--{name}-parser", choices=choices, default=AUTO, help=words)
     verify.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (default: as the receipt says)")
     verify.add_argument("--any-mode", action="store_true", help="compare even if this machine computes in another mode")
     sim = commands.add_parser("sim", help="simulate servers under faults", description=_SIM)

@@ -19,14 +19,28 @@ _LINE_END = re.compile(r"\r\n|\r|\n")  # of events
 _EVENT_ID = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})*", re.ASCII)  # a place for each choice
 _STREAM_STARTS = ("data:", "id:", "event:", "retry:", ":")
 _TEXTS = {"text_completion": "text", "chat.completion": "message", "chat.completion.chunk": "delta"}
-# Where other servers put what a parser took out of a chat's text. This one leaves all of it in `content`.
-_NEVER_WRITTEN = ("refusal", "tool_calls", "function_call", "reasoning_content", "reasoning", "audio")
+_NEVER_WRITTEN = ("refusal", "function_call", "reasoning", "audio")  # other servers put something there
+_CALL_KEYS, _FUNCTION_KEYS = frozenset({"id", "type", "function"}), frozenset({"name", "arguments"})
 Place = tuple[int, ...]
 
 
 @dataclass(slots=True)
+class SaidCall:
+    """A call as the file tells it. `id`, `name`: None where its beginning is not there."""
+
+    id: str | None = None
+    name: str | None = None
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        """All of their text."""
+        return "".join(self.parts)
+
+
+@dataclass(slots=True)
 class SaidChoice:
-    """One choice as the file tells it; what a stream says in parts is joined.
+    """One choice as the file tells it; what a stream says in parts is joined. Calls stand by their indexes.
 
     token_ids, prompt_token_ids: None where they were not asked for. strays: names of fields with content that no
     answer of this server has. has_begun: a chat's first event is there.
@@ -39,11 +53,53 @@ class SaidChoice:
     prompt_token_ids: Any = None
     strays: list[str] = field(default_factory=list)
     has_begun: bool = False
+    thoughts: list[str] = field(default_factory=list)
+    calls: dict[int, SaidCall] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """All of its text, of a chat the content."""
         return "".join(self.parts)
+
+    @property
+    def reasoning(self) -> str:
+        """All of its reasoning."""
+        return "".join(self.thoughts)
+
+    @property
+    def size(self) -> int:
+        """In characters."""
+        return len(self.text) + len(self.reasoning) + sum(len(call.arguments) for call in self.calls.values())
+
+    def take_parts(self, holder: dict[str, Any], *, is_stream: bool) -> None:
+        """What a message or a part of one has beside its content; what no server of ours wrote is a stray."""
+        self.strays += [other for other in _NEVER_WRITTEN if holder.get(other)]
+        reasoning, calls = holder.get("reasoning_content"), holder.get("tool_calls")
+        if isinstance(reasoning, str):
+            self.thoughts.append(reasoning)
+        elif reasoning:
+            self.strays.append("reasoning_content")
+        entries = calls if isinstance(calls, list) else [calls] if calls else []
+        if not all(self._take_call(entry, None if is_stream else number) for number, entry in enumerate(entries)):
+            self.strays.append("tool_calls")
+
+    def _take_call(self, entry: Any, number: int | None) -> bool:
+        """number: its place in a message. Whether it is one, or in a stream a part of one."""
+        if not isinstance(entry, dict) or not isinstance(entry.get("function"), dict):
+            return False
+        keys = _CALL_KEYS if number is not None else _CALL_KEYS | {"index"}
+        if not (_said(entry) <= keys and _said(entry["function"]) <= _FUNCTION_KEYS):
+            return False
+        index = entry.get("index") if number is None else number
+        told_id, name, arguments = entry.get("id"), entry["function"].get("name"), entry["function"].get("arguments")
+        if type(index) is not int or not isinstance(arguments, str):
+            return False
+        if name is not None or told_id is not None or number is not None:  # it begins
+            is_whole = isinstance(name, str) and isinstance(told_id, str) and entry.get("type") == "function"
+            if not is_whole or index in self.calls:
+                return False
+        self.calls.setdefault(index, SaidCall(told_id, name)).parts.append(arguments)
+        return True
 
 
 @dataclass(slots=True)
@@ -155,11 +211,11 @@ class SavedAnswer:
         text = holder.get("text" if name == "text" else "content")
         if isinstance(text, str):
             choice.parts.append(text)
-        elif text is not None or not self.is_stream:
+        elif text is not None or not (self.is_stream or (name != "text" and holder.get("tool_calls"))):
             raise ConfigError(f"choice {index} of the answer has no text")
         choice.strays += [other for other in _TEXTS.values() if other != name and data.get(other)]
         if name != "text":
-            choice.strays += [other for other in _NEVER_WRITTEN if holder.get(other)]
+            choice.take_parts(holder, is_stream=self.is_stream)
             choice.has_begun = choice.has_begun or bool(holder.get("role"))
         if data.get("finish_reason") is not None:
             choice.finish_reasons.append(data["finish_reason"])
@@ -189,6 +245,11 @@ def read_answer(text: str) -> SavedAnswer:
     if not any(answer.receipts):
         raise ConfigError('the file holds no receipt: ask for one with `"receipt": true`')
     return answer
+
+
+def _said(data: dict[str, Any]) -> set[str]:
+    """The names of what an object says, null being nothing."""
+    return {name for name, value in data.items() if value is not None}
 
 
 def _events(text: str) -> Iterator[tuple[str | None, str]]:

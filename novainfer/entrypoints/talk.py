@@ -98,9 +98,7 @@ class Conversation:
         stream = self._client.stream("/v1/chat/completions", {**self._body, "messages": messages})
         with contextlib.closing(stream):
             try:
-                answer = _print_stream(
-                    event["choices"][0]["delta"].get("content") or "" for event in stream if event["choices"]
-                )
+                answer = _print_stream(_contents(event["choices"][0]["delta"] for event in stream if event["choices"]))
             except KeyboardInterrupt:
                 print("\n(stopped)")
                 return
@@ -114,6 +112,18 @@ def _lines() -> Iterator[str]:
             yield input(prompt).strip()
         except EOFError:
             return
+
+
+def _contents(deltas: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The content of each; reasoning goes to standard error."""
+    thinks = False
+    for delta in deltas:
+        content, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
+        if thinks and content:
+            print("\n", file=sys.stderr, flush=True)
+        print(reasoning, end="", file=sys.stderr, flush=True)
+        thinks = bool(reasoning) or (thinks and not content)
+        yield content
 
 
 def _print_stream(pieces: Iterable[str]) -> str:

@@ -11,11 +11,14 @@ from typing import Any
 
 from novainfer.checkpoint import WEIGHT_FILES, model_digest, resolve_checkpoint
 from novainfer.entrypoints.answer_faults import Echo, Recomputed, answer_faults, choice_faults
+from novainfer.entrypoints.answer_ways import ways_of
 from novainfer.entrypoints.saved_answer import SavedAnswer, read_answer
 from novainfer.errors import ConfigError, EngineError, NovaInferError
 from novainfer.mode import Mode
 from novainfer.receipt import ChoiceReceipt, Receipt, token_hash
 from novainfer.sampling.params import SamplingParams
+from novainfer.text.model_parsers import parsers_of
+from novainfer.text.parts import Parsers
 from novainfer.text.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
@@ -60,7 +63,9 @@ def _verify(answer: SavedAnswer, arguments: argparse.Namespace) -> int:
                 f"this machine computes in the mode '{llm.mode}', the receipt is of '{first.mode}', whose tokens may "
                 f"differ; --any-mode compares all the same"
             )
-        is_equal = _report(answer, _recompute(llm, given), llm.tokenizer)
+        names = arguments.tool_call_parser, arguments.reasoning_parser
+        parsers = parsers_of(llm.tokenizer, *names, arguments.chat_template)
+        is_equal = _report(answer, _recompute(llm, given), (llm.tokenizer, parsers))
     if not is_same_mode:
         print(f"only indicative: computed in the mode '{llm.mode}', the receipt is of '{first.mode}'")
     elif not mode.is_exact:
@@ -136,15 +141,22 @@ def _choice(result: dict[str, Any]) -> Recomputed:
     return Recomputed(receipt, result["text"], ids, result["stop_reason"])
 
 
-def _report(answer: SavedAnswer, recomputed: list[list[Recomputed]], tokenizer: Tokenizer) -> bool:
+def _with_ways(receipt: Receipt, found: Recomputed, told: tuple[Tokenizer, Parsers]) -> Recomputed:
+    return replace(found, ways=tuple(ways_of(receipt, found.token_ids, found.receipt.finish_reason, told)))
+
+
+def _report(answer: SavedAnswer, recomputed: list[list[Recomputed]], told: tuple[Tokenizer, Parsers]) -> bool:
     """Print how each choice compares, and what was compared; whether all is equal."""
     found, is_equal = iter(recomputed), True
     for number, receipt in enumerate(answer.receipts):
         if receipt is None:
             print(f"prompt {number}: no receipt, so nothing of it was compared")
         else:
-            echo = Echo(tokenizer, receipt.prompt_token_ids)
-            is_equal = _compare(number, receipt, next(found), answer, echo) and is_equal
+            echo = Echo(told[0], receipt.prompt_token_ids)
+            choices = next(found)
+            if answer.is_chat:
+                choices = [_with_ways(receipt, choice, told) for choice in choices]
+            is_equal = _compare(number, receipt, choices, answer, echo) and is_equal
     for fault in answer_faults(answer):
         print(f"the answer: DIFFERENT: {fault}")
         is_equal = False

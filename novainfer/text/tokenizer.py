@@ -6,7 +6,7 @@ What it says never changes after loading; safe to use from several threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,11 @@ class Tokenizer:
         """The id of a token as the vocabulary spells it."""
         found: int | None = self._backend.token_to_id(token)
         return found
+
+    def special_ids_of(self, texts: Iterable[str]) -> dict[int, str]:
+        """Those of these texts that are special tokens, by their ids."""
+        found = {self.token_id(text): text for text in texts}
+        return {token_id: text for token_id, text in found.items() if token_id in self.special_ids}
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for by itself; may be part of a character."""

@@ -110,6 +110,7 @@ def test_given_receipts_of_that_mode_when_verified_then_they_are_equal_and_a_cha
     ]
     file = tmp_path / "answer.json"
     arguments = argparse.Namespace(receipt=str(file), model=None, tokenizer=None, device="cpu", any_mode=False)
+    arguments.chat_template, arguments.tool_call_parser, arguments.reasoning_parser = None, "auto", "auto"
     file.write_text(json.dumps({"receipts": [receipt.to_json() for receipt in receipts]}), encoding="utf-8")
     assert verify_command(arguments) == EXIT_EQUAL
     changed = replace(receipts[-1], params=replace(receipts[-1].params, seed=99))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ def verify(
     def run(text: str) -> tuple[int, str]:
         (tmp_path / "answer").write_text(text, encoding="utf-8")
         given: Any = {"receipt": str(tmp_path / "answer"), "model": None, "tokenizer": None, "device": None}
+        given |= {"chat_template": None, "tool_call_parser": "auto", "reasoning_parser": "auto"}
         status = verify_command(argparse.Namespace(**given, any_mode=False))
         return status, capsys.readouterr().out
 
@@ -217,3 +219,24 @@ def test_given_a_receipt_by_itself_when_verified_then_it_says_that_only_tokens_w
         status, output = verify(text)
         assert status == EXIT_EQUAL
         assert "only tokens were compared: there is no answer beside the receipt" in output
+
+
+@pytest.mark.parametrize("form", ["whole", "ids"])
+def test_given_an_answer_that_calls_a_tool_when_the_call_was_changed_then_status_1(
+    answers: dict[tuple[str, str], str], verify: Verify, form: str
+) -> None:
+    genuine = answers["tools", form]
+    call = json.loads(answers["tools", "whole"])["choices"][0]["message"]["tool_calls"][0]
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert '"finish_reason":"tool_calls"' in genuine
+    assert verify(genuine)[0] == EXIT_EQUAL
+    (own_id,) = set(re.findall(r"call_[0-9a-f]{24}", genuine))
+    for old, new in (
+        (own_id, "call_" + "0" * 24),
+        ("get_weather", "get_whether"),
+        ('"arguments":"{', '"arguments":" {'),
+        ('"finish_reason":"tool_calls"', '"finish_reason":"stop"'),
+    ):
+        status, output = verify(genuine.replace(old, new))
+        assert (status, "DIFFERENT" in output) == (EXIT_DIFFERENT, True), (old, output)

@@ -278,6 +278,8 @@ def _requests() -> Iterator[Parameter]:
     yield from (Parameter(name, Flag(), HTTP) for name in flags)
     yield from (Parameter(name, Flag(), (CHAT,)) for name in ("logprobs", "add_generation_prompt"))
     yield Parameter("continue_final_message", Flag(), (CHAT,))
+    parts = ("parallel_tool_calls", "include_reasoning", "separate_reasoning")
+    yield from (Parameter(name, Flag(), (CHAT,)) for name in parts)
     yield Parameter("echo", Flag(), (TEXT,))
     yield Parameter("top_logprobs", COUNT20, (CHAT,), beside={"logprobs": True})
     yield Parameter("top_logprobs", whole(0, 0), (CHAT,))  # without logprobs there is nothing that could have some

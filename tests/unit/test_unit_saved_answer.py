@@ -193,7 +193,7 @@ def test_given_another_end_or_other_ids_when_compared_then_that_is_named(echo: E
     assert word in fault
 
 
-@pytest.mark.parametrize("name", ["tool_calls", "reasoning_content", "refusal", "function_call"])
+@pytest.mark.parametrize("name", ["tool_calls", "refusal", "function_call", "reasoning", "audio"])
 def test_given_a_field_that_no_parser_of_ours_writes_when_compared_then_it_is_named(echo: Echo, name: str) -> None:
     (fault,) = faults(body(echo, chat_choice(**{name: "a lie"})), echo)
     assert f"'{name}', which this server never writes" in fault

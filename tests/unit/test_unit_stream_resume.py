@@ -24,7 +24,9 @@ from novainfer.client.stream import RequestStream
 from novainfer.errors import InvalidRequestError
 from novainfer.protocol.messages import AddRequest, EngineInfo, Logprobs, PromptLogprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
+from novainfer.text.parts import DROPPED, Telling
 from novainfer.text.tokenizer import Tokenizer
+from novainfer.text.tool_calls import call_id
 from tests.chaos.streams import events
 from tests.fakes import write_tokenizer
 
@@ -203,3 +205,12 @@ def test_given_a_record_when_written_and_read_then_it_is_the_same() -> None:
 def test_given_a_tokenizer_folder_when_made_then_it_has_characters_of_several_tokens(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "t"))
     assert any(tokenizer.token_bytes(i)[:1] >= b"\x80" for i in range(3, 300))
+
+
+def test_given_a_record_of_a_chat_with_parsers_when_written_and_read_then_it_names_its_calls_alike() -> None:
+    telling = Telling("mistral", "think", DROPPED, is_parallel=False, is_inside=True)
+    record = PromptRecord(replace(RECORD, telling=telling), 0, 1, "")
+    read = PromptRecord.from_json(record.to_json())
+    assert read == record
+    assert isinstance(read.stream.telling, Telling)
+    assert read.stream.call_id(0, 1) == call_id("mistral", "chatcmpl-1", 0, 1)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from novainfer.client.output import ChoiceOutput
+from novainfer.client import output as output_module
+from novainfer.client.output import ChoiceDelta, ChoiceOutput
 from novainfer.protocol.messages import TokenOutput
 from novainfer.sampling.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from novainfer.sampling.stop import StopMatcher
 from novainfer.text.detokenizer import Detokenizer
+from novainfer.text.parts import Telling
 from novainfer.text.tokenizer import Tokenizer
+from tests.fakes import write_thinker
 from tests.unit.test_unit_detokenizer import tokenizer_of
 
 pytestmark = pytest.mark.unit
@@ -115,4 +119,38 @@ def test_given_a_choice_with_stop_strings_when_its_tokens_come_one_by_one_then_w
         messages = [TokenOutput("r", 0, i, [token_id]) for i in range(size)]
         counts.append(lines_run(lambda o=output, m=messages: [o.push(message) for message in m]))
         assert output.num_tokens == size
+    assert_linear(counts)
+
+
+def test_given_special_marks_behind_text_that_is_held_back_when_it_is_released_then_work_follows_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = 0
+
+    class Counting(ChoiceDelta):
+        def __setattr__(self, name: str, value: Any) -> None:
+            nonlocal moved
+            moved += len(value) if name == "text" else 0
+            super().__setattr__(name, value)
+
+    class Shifting(list[Any]):
+        def pop(self, place: Any = -1) -> Any:
+            nonlocal moved
+            moved += len(self) if place == 0 else 0
+            return super().pop(place)
+
+    monkeypatch.setattr(output_module, "ChoiceDelta", Counting)
+    thinker = Tokenizer.load(write_thinker(tmp_path, are_special=True))
+    mark = thinker.token_id("<tool_call>") or 0
+    counts = []
+    for size in SIZES:
+        output = ChoiceOutput(thinker, SamplingParams(stop=("hz",)), telling=Telling("hermes"))
+        if isinstance(output._untold, list):
+            output._untold = Shifting()
+        ids = [*thinker.encode("h"), *[mark] * size]
+        assert output.push(TokenOutput("r", 0, 0, ids)).text == ""
+        moved = 0
+        last = TokenOutput("r", 0, len(ids), thinker.encode("a"), "length")
+        lines = lines_run(lambda o=output, last=last: o.push(last))
+        counts.append(lines + moved)
     assert_linear(counts)
