@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,17 @@ class Pair:
         self.scheduler.wait_for(lambda: self.gateway.client.num_live == 0 and self.gateway.service.limits.num_live == 0)
 
 
+@contextmanager
+def running_pair(model: Path, run: Path) -> Iterator[Pair]:
+    """A pair with this checkpoint's tokenizer; `run`: a folder for its sockets."""
+    tokenizer = Tokenizer.load(model)
+    scheduler, gateway = start_pair(model, run, tokenizer.vocab_size)
+    with gateway.openai() as sdk, gateway.http() as http:
+        yield Pair(scheduler, gateway, tokenizer, sdk, http)
+    gateway.close()
+    scheduler.close()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint folder without weights."""
@@ -47,12 +59,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def module_pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    tokenizer = Tokenizer.load(tiny_model)
-    scheduler, gateway = start_pair(tiny_model, tmp_path_factory.mktemp("run"), tokenizer.vocab_size)
-    with gateway.openai() as sdk, gateway.http() as http:
-        yield Pair(scheduler, gateway, tokenizer, sdk, http)
-    gateway.close()
-    scheduler.close()
+    with running_pair(tiny_model, tmp_path_factory.mktemp("run")) as pair:
+        yield pair
 
 
 @pytest.fixture

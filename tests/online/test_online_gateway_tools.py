@@ -21,8 +21,8 @@ from novainfer.text.tool_calls import call_id
 from novainfer.transport.addresses import Endpoint
 from tests.chaos.streams import events
 from tests.fakes import MARKS, write_thinker
-from tests.online.conftest import Pair
-from tests.online.gateways import GatewayThread, config_for, start_pair
+from tests.online.conftest import Pair, running_pair
+from tests.online.gateways import GatewayThread, config_for
 from tests.replica import ReplicaThread
 
 pytestmark = pytest.mark.stage2
@@ -41,12 +41,8 @@ TEXT = f"{THOUGHT}Let me look.\n\n{CALL}{OTHER}"
 def module_thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """A pair with such a model."""
     model = write_thinker(tmp_path_factory.mktemp("model"), are_special=request.param)
-    tokenizer = Tokenizer.load(model)
-    scheduler, gateway = start_pair(model, tmp_path_factory.mktemp("run"), tokenizer.vocab_size)
-    with gateway.openai() as sdk, gateway.http() as http:
-        yield Pair(scheduler, gateway, tokenizer, sdk, http)
-    gateway.close()
-    scheduler.close()
+    with running_pair(model, tmp_path_factory.mktemp("run")) as pair:
+        yield pair
 
 
 @pytest.fixture

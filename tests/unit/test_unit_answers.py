@@ -33,7 +33,6 @@ from novainfer.client.stream import RequestStream
 from novainfer.protocol.messages import EngineInfo, Logprobs, PromptLogprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
-from tests.fakes import write_tokenizer
 
 pytestmark = pytest.mark.unit
 
@@ -46,11 +45,6 @@ CHAT = ChatRequest.model_validate(
 COMPLETION = CompletionRequest.model_validate(
     {"prompt": "x", "n": N, "logprobs": 20, "echo": True, "prompt_logprobs": 20}
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(autouse=True)

@@ -15,18 +15,12 @@ from novainfer.protocol.link import Packet
 from novainfer.protocol.messages import FINISH_LENGTH, AddRequest, EngineInfo, OutputBatch, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
-from tests.fakes import write_tokenizer
 from tests.unit.test_unit_poured_tokens import PLAIN, PROMPT, REQUEST, Server, settle, text
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage2]
 
 FIRST_TOKEN = 40  # from here on each is another letter
 MOVES = ("token", "token", "behind", "caught up", "pause", "resume", "settle")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tiny")))
 
 
 class Talk:

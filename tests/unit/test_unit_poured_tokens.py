@@ -36,7 +36,6 @@ from novainfer.client.stream import Backlog, RequestStream
 from novainfer.protocol.messages import EngineInfo, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
-from tests.fakes import write_tokenizer
 
 pytestmark = pytest.mark.unit
 
@@ -68,11 +67,6 @@ class Pipe(asyncio.Transport):
 
     def resume_reading(self) -> None:
         """Nothing comes."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tiny")))
 
 
 def cycle_on(pipe: Pipe) -> AnswerCycle:

@@ -14,7 +14,6 @@ from novainfer.errors import ConfigError
 from novainfer.receipt import ChoiceReceipt, Receipt, token_hash
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.tokenizer import Tokenizer
-from tests.fakes import write_tokenizer
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage2]
 
@@ -25,16 +24,6 @@ CHAT = {"id": "x", "model": "demo", "object": "chat.completion"}
 CHUNK = CHAT | {"object": "chat.completion.chunk"}
 TEXT = {"id": "y", "model": "demo", "object": "text_completion"}
 Json = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture
-def echo(tokenizer: Tokenizer) -> Echo:
-    return Echo(tokenizer, tokenizer.encode("hello world"))
 
 
 def receipt_of(echo: Echo, n: int = 1) -> Json:

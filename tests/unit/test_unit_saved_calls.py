@@ -15,20 +15,9 @@ from novainfer.receipt import ChoiceReceipt, Receipt, token_hash
 from novainfer.text.parts import Parsers
 from novainfer.text.tokenizer import Tokenizer
 from novainfer.text.tool_calls import call_id
-from tests.fakes import write_tokenizer
 from tests.unit.test_unit_saved_answer import CHUNK, Json, body, chat_choice, delta, faults, receipt_of, stream
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage2]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture
-def echo(tokenizer: Tokenizer) -> Echo:
-    return Echo(tokenizer, tokenizer.encode("hello world"))
 
 
 @pytest.mark.parametrize("lie", ["a lie", ["a lie"], {"a": "lie"}, 5])

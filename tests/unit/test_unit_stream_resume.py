@@ -42,11 +42,6 @@ Said = list[
 ]  # (event id, choice, text, log-probabilities, finish reason)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tiny")))
-
-
 def say(
     tokenizer: Tokenizer,
     params: SamplingParams,
