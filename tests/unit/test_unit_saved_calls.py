@@ -15,7 +15,7 @@ from novainfer.receipt import ChoiceReceipt, Receipt, token_hash
 from novainfer.text.parts import Parsers
 from novainfer.text.tokenizer import Tokenizer
 from novainfer.text.tool_calls import call_id
-from tests.unit.test_unit_saved_answer import CHUNK, Json, body, chat_choice, delta, faults, receipt_of, stream
+from tests.unit.saved_answers import CHUNK, Json, body, chat_choice, delta, faults, receipt_of, stream
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage2]
 
