@@ -7,15 +7,17 @@ and one more for each of its drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata
 from novainfer.protocol.step import StepPlan
 from workers.models.base import ForwardBatch, KeptTokens
-from workers.request_states import RequestStates
-from workers.row_sampling import IntArray, take, to_device
+from workers.request_states import HostRows, RequestStates
+from workers.row_sampling import IntArray, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,28 +103,44 @@ class InputBatch:
     @classmethod
     def build(cls, states: RequestStates, step: StepRows) -> InputBatch:
         """Nothing is written."""
-        device, block_size = states.device, states.limits.block_size
-        positions, token_rows = to_device(step.positions, device), to_device(step.token_rows, device)
-        rows = token_rows if step.token_rows is step.rows else to_device(step.rows, device)
-        host_blocks, offsets = np.divmod(step.positions, block_size)
-        blocks = take(states.block_table, token_rows, to_device(host_blocks, device))
-        seen_blocks = slice(-(-int(step.seq_lens.max()) // block_size))
+        table_width = -(-int(step.seq_lens.max()) // states.limits.block_size)
+        make = _on_device if states.host is None else partial(_on_host, states.host)
+        ids, positions, slots, table = make(states, step, table_width)
         # Without drafts and log-probabilities of prompts nothing counts but one hidden state of each row that samples.
         last, kept, are_last = step.sample_hidden, None, step.sample_ahead is None and not step.prompt_spans
         if are_last and len(last) < len(step.positions):
-            sampled_table = take(states.block_table, to_device(step.sample_rows, device), seen_blocks)
-            kept = _last_tokens(last, step.seq_lens[step.sampling], sampled_table)
-        table = take(states.block_table, rows, seen_blocks)
+            kept = _last_tokens(last, step.seq_lens[step.sampling], _rows_of(table, step.sampling))
         return cls(
-            input_ids=take(states.token_ids, token_rows, positions).long(),
+            input_ids=ids,
             positions=positions,
-            forward=ForwardBatch(
-                metadata=_metadata(step.query_start_loc, step.seq_lens, table),
-                slot_mapping=blocks.long() * block_size + to_device(offsets, device),
-                kept=kept,
-            ),
-            sample_hidden=None if are_last else to_device(last, device),
+            forward=ForwardBatch(_metadata(step.query_start_loc, step.seq_lens, table), slots, kept),
+            sample_hidden=None if are_last else to_device(last, states.device),
         )
+
+
+def _on_host(host: HostRows, states: RequestStates, step: StepRows, table_width: int) -> tuple[Tensor, ...]:
+    """Token ids [T], positions [T], slots [T], all int64, and block table [N, table_width]."""
+    blocks, offsets = np.divmod(step.positions, states.limits.block_size)
+    slots = host.block_table[step.token_rows, blocks].astype(np.int64) * states.limits.block_size + offsets
+    ids = host.token_ids[step.token_rows, step.positions].astype(np.int64)
+    table = host.block_table[step.rows, :table_width]
+    return torch.from_numpy(ids), torch.from_numpy(step.positions), torch.from_numpy(slots), torch.from_numpy(table)
+
+
+def _on_device(states: RequestStates, step: StepRows, table_width: int) -> tuple[Tensor, ...]:
+    """The same of rows that are on another device."""
+    device, block_size = states.device, states.limits.block_size
+    token_rows, positions = to_device(step.token_rows, device), to_device(step.positions, device)
+    rows = token_rows if step.token_rows is step.rows else to_device(step.rows, device)
+    blocks = states.block_table[token_rows, positions // block_size].long()
+    slots = blocks * block_size + positions % block_size
+    return states.token_ids[token_rows, positions].long(), positions, slots, states.block_table[rows, :table_width]
+
+
+def _rows_of(table: Tensor, index: IntArray) -> Tensor:
+    if table.device.type == "cpu":
+        return torch.from_numpy(table.numpy()[index])
+    return table[to_device(index, table.device)]
 
 
 def _with_drafts(sampling: IntArray, hidden: IntArray, num_drafts: IntArray) -> tuple[IntArray, IntArray, IntArray]:

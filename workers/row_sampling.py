@@ -32,13 +32,6 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def take(source: Tensor, *index: Tensor | slice) -> Tensor:
-    """source[index], all on one device. On a CPU by NumPy, which takes a third of PyTorch's time."""
-    if source.device.type != "cpu":
-        return source[index]
-    return torch.from_numpy(source.numpy()[tuple(part if isinstance(part, slice) else part.numpy() for part in index)])
-
-
 @dataclass(frozen=True, slots=True)
 class TokenRules:
     """What one row's logits go through beside penalties. Absent lists are None."""

@@ -40,6 +40,13 @@ class VocabEmbedding:
             hidden = self._tp.all_reduce(hidden)
         return hidden if self._multiplier == 1.0 else hidden * self._multiplier
 
+    def write(self, input_ids: Tensor, out: Tensor) -> None:
+        """The same into out [T, hidden]."""
+        if self._tp.world_size == 1 and self._multiplier == 1.0:
+            torch.index_select(self._weight, 0, input_ids, out=out)
+        else:
+            out.copy_(self(input_ids))
+
 
 class VocabProjection:
     """Hidden states to logits over the whole vocabulary."""

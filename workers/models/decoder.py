@@ -44,10 +44,11 @@ class Decoder:
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, kv_caches: KvCaches) -> Tensor:
         """As `CausalLM`."""
-        residual = self._embedding(input_ids)
         program = self._program_for(kv_caches)
-        if program is not None and len(residual) <= program.capacity:
-            return program(residual, positions, batch)
+        if program is not None and len(input_ids) <= program.capacity:
+            self._embedding.write(input_ids, program.place.residual[: len(input_ids)])
+            return program(positions, batch)
+        residual = self._embedding(input_ids)
         update: Tensor | None = None
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
             kept = batch.kept if layer is self._layers[-1] else None

@@ -67,9 +67,11 @@ class LayerProgram:
         """Tokens of the largest step."""
         return self.program.capacity
 
-    def __call__(self, residual: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
-        """residual [T, hidden], positions [T] -> [K, hidden] of the kept tokens, valid until the next call."""
-        self.place.residual[: len(residual)].copy_(residual)
+    def __call__(self, positions: Tensor, batch: ForwardBatch) -> Tensor:
+        """`place.residual` [T, hidden] of tokens at positions [T] -> [K, hidden] of the kept ones.
+
+        Valid until the next call.
+        """
         kept = None if batch.kept is None else (batch.kept.index, batch.kept.metadata)
         self.program.run(positions, batch.slot_mapping, batch.metadata, kept)
         return self.place.x[: len(positions if kept is None else kept[0])]
