@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from gateway.body_writer import BodyWriter
+from gateway.errors import ApiError
 from gateway.generation import Generation, PromptState
 from gateway.logprobs import ChatLogprobs, CompletionLogprobs, LogprobRoom, PromptLogprobs
 from gateway.plain_choice import PlainChoice, Spelling
@@ -90,6 +91,10 @@ class _Chunks:
             return None
         head, tail = self._chunk(output.choice, self._fields_of("\0", "null")).encode().split(b"\0")
         return PlainChoice(output, (head, tail), _spelling(self._generation.tokenizer), writer)
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Chunks`."""
+        return event(error.body)
 
     def _fields_of(self, text: str, logprobs: str) -> str:
         return self._TEXT % (text, logprobs)

@@ -24,9 +24,9 @@ from gateway.errors import to_api_error
 from gateway.limits import QUOTA_HEADERS
 from gateway.openapi import EVENTS, RouteSpec, describe
 from gateway.openapi_schemas import STATE, ModelBounds
-from gateway.routes import chat, completions, health, models, requests, streams, tokenize
+from gateway.routes import chat, completions, health, models, requests, responses, streams, tokenize
 from gateway.routes.endpoint import Call, json_response, route
-from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ResponseRequest, TokenizeRequest
 from gateway.service import GatewayService
 from novainfer import __version__
 
@@ -55,6 +55,7 @@ async def openapi(call: Call) -> Response:
 ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("POST", "/v1/chat/completions", chat.chat_completions, "ChatCompletion", ChatRequest),
     RouteSpec("POST", "/v1/completions", completions.completions, "TextCompletion", CompletionRequest),
+    RouteSpec("POST", "/v1/responses", responses.responses, "Response", ResponseRequest),
     RouteSpec("GET", "/v1/models", models.list_models, "ModelList"),
     RouteSpec("GET", "/v1/models/{model_id:path}", models.get_model, "Model"),
     RouteSpec("POST", "/v1/requests/{request_id:path}/cancel", requests.cancel, "Cancelled"),

@@ -15,7 +15,7 @@ from starlette.types import Receive
 from gateway.body import ClientGone
 from gateway.client_watch import ClientWatch
 from gateway.context import RequestInfo
-from gateway.metrics import CANCELLED, FAILED, FINISHED, GatewayMetrics
+from gateway.metrics import CANCELLED, FAILED, FINISHED, REFUSED, GatewayMetrics
 from gateway.output_parts import WholeChoice, is_long, parts_of, split, without_tokens
 from gateway.plain_choice import PlainChoice
 from gateway.slices import Slices
@@ -29,7 +29,7 @@ from novainfer.client.output import (
     describe_token,
 )
 from novainfer.client.stream import RequestStream
-from novainfer.errors import DeadlineError
+from novainfer.errors import DeadlineError, InvalidRequestError
 from novainfer.protocol.messages import FINISH_CANCELLED, EngineInfo, Logprobs, PromptLogprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.text.detokenizer import Detokenizer
@@ -220,7 +220,12 @@ class Generation:
         A delta may be empty. Raises what ended the generation early, `ClientGone` among that.
         """
         self._check()
-        for item in self._stream.take_ready():
+        try:
+            items = self._stream.take_ready()
+        except InvalidRequestError:
+            self._outcome = REFUSED
+            raise
+        for item in items:
             for part in parts_of(item) if is_long(item) else (item,):
                 delta = self._fresh(part)
                 if delta is not None:
@@ -337,7 +342,8 @@ class Generation:
     def _count_end(self) -> None:
         metrics, outputs = self._metrics, self.outputs
         reasons = {output.finish_reason for output in outputs}
-        self._outcome = CANCELLED if self.client_gone or FINISH_CANCELLED in reasons else FAILED
+        ended = CANCELLED if self.client_gone or FINISH_CANCELLED in reasons else FAILED
+        self._outcome = self._outcome or ended
         if reasons.isdisjoint((None, FINISH_CANCELLED)):
             self._outcome = FINISHED
             metrics.whole.observe(time.perf_counter() - self._info.started)

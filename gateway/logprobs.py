@@ -56,7 +56,7 @@ class LogprobRoom:
         if held + count > MAX_OF_ANSWER:
             words = f"logprobs: a whole answer can tell {MAX_OF_ANSWER} log-probabilities: stream it, or ask for fewer."
             raise InvalidRequestError(words, param="logprobs")
-        words = "Too many log-probabilities are held for whole answers. Please stream them, or retry later."
+        words = "Too many log-probabilities are held for answers. Please ask for fewer, or retry later."
         of_tenant = self._of_tenant.get(tenant, 0) + count
         if self._is_shared and of_tenant > MAX_HELD // 2:
             raise OverloadedError(words, retry_after=5.0, status=429)
@@ -83,9 +83,18 @@ class ChatLogprobs:
         top = ",".join([f"{self._token(token, logprob)}}}" for token, logprob in entry.top])
         self._content.add(f'{self._token(entry.token, entry.logprob)},"top_logprobs":[{top}]}}')
 
+    def __len__(self) -> int:
+        """Tokens so far."""
+        return len(self._content)
+
     def write(self) -> Written:
         """The object so far."""
         return Written(['{"content":[', *self._content, '],"refusal":null}'])
+
+    def write_list(self, start: int = 0) -> Written:
+        """The tokens from this one on, by themselves."""
+        first, *rest = self._content[start:] or [""]
+        return Written(["[", first.removeprefix(","), *rest, "]"])
 
     def _token(self, token: TokenText, logprob: float) -> str:
         before, after = _around(token.data, self._ascii_only)

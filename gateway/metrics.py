@@ -28,7 +28,8 @@ _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS"})
 _MAX_TENANTS = 50  # with series of their own
 _OTHERS, _EVERYBODY = "other", "everybody"  # the tenants beyond that; the one of a server without keys
 
-FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"  # how a request ends that was begun
+# How a request ends that was begun.
+FINISHED, CANCELLED, REFUSED, FAILED = "finished", "cancelled", "refused", "failed"
 
 
 class GatewayMetrics:
@@ -95,7 +96,7 @@ class GatewayMetrics:
         )
         self._begun = self._counter("requests_begun", "Generations sent to an engine, or taken over.")
         self._ended = self._counter("requests_ended", "Those of them that have ended, by how.", ["outcome"])
-        for outcome in (FINISHED, CANCELLED, FAILED):
+        for outcome in (FINISHED, CANCELLED, REFUSED, FAILED):
             self._ended.labels(outcome)
         self._tenant_requests = self._counter("tenant_requests", "Generations of a tenant that have ended.", ["tenant"])
         self._tenant_prompt = self._counter("tenant_prompt_tokens", "Their prompt tokens.", ["tenant"])
@@ -142,7 +143,7 @@ class GatewayMetrics:
         self._max_tokens.observe(max_tokens)
 
     def request_ended(self, tenant: str, outcome: str, *, prompt_tokens: int, generation_tokens: int) -> None:
-        """Count its end: `FINISHED`, `CANCELLED` or `FAILED`."""
+        """Count its end: `FINISHED`, `CANCELLED`, `REFUSED` or `FAILED`."""
         self._ended.labels(outcome).inc()
         self._prompt_tokens.observe(prompt_tokens)
         self._generation_tokens.observe(generation_tokens)

@@ -39,15 +39,61 @@ _TOOL: _Known = {
 _FIELDS: _Known = {
     "messages": _MESSAGE,
     "tools": _TOOL,
-    "response_format": {"type": None},
+    "response_format": {
+        "type": None,
+        "json_schema": {"name": None, "schema": None, "strict": None, "description": None},
+    },
     "stream_options": {"include_usage": None, "continuous_usage_stats": None, "include_event_ids": None},
 }
 
 
-def unknown_inside(body: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The path of the first unknown field inside of a known one, as (where, its name); null counts as absent."""
-    for name, known in _FIELDS.items():
-        for found in _unknown(body.get(name), known, name):
+_PART: _Known = dict.fromkeys(
+    ("type", "text", "refusal", "annotations", "logprobs", "prompt_cache_breakpoint", "parsed")
+)
+_RESPONSE_FIELDS: _Known = {
+    "input": {
+        **dict.fromkeys(("type", "id", "status", "role", "phase", "call_id", "name", "arguments", "encrypted_content")),
+        "parsed_arguments": None,  # the SDK's own, as `parsed` of a part is: it sends back what it made of an answer
+        **dict.fromkeys(("content", "output", "summary"), _PART),
+    },
+    "tools": dict.fromkeys(("type", "name", "description", "parameters", "strict")),
+    "text": {"format": dict.fromkeys(("type", "name", "schema", "strict", "description")), "verbosity": None},
+    "reasoning": dict.fromkeys(("effort", "summary", "generate_summary")),
+    "stream_options": {"include_obfuscation": None},
+}
+# Of lists in it: the types whose fields are known. Others are refused, in better words than for a field of theirs.
+_KINDS: Mapping[str, tuple[str | None, ...]] = {
+    "input": (None, "message", "function_call", "function_call_output", "reasoning"),
+    "tools": ("function",),
+}
+_TIERS = ("auto", "default")
+_VERBOSITY = "medium"
+
+
+def without_effect(body: Mapping[str, Any]) -> list[str]:
+    """What a body of `/v1/responses` asks for in known fields, and does not get."""
+    found, text = [], body.get("text")
+    if isinstance(text, dict) and text.get("verbosity") not in (None, _VERBOSITY):
+        found.append("text.verbosity")
+    if body.get("service_tier") not in (None, *_TIERS):
+        found.append("service_tier")
+    return found
+
+
+SWITCHES = frozenset({"defer_loading"})  # of what there is none: off, they change nothing
+
+
+def unknown_inside(body: Mapping[str, Any], *, of_response: bool = False) -> tuple[str, str] | None:
+    """The path of the first unknown field inside of a known one, as (where, its name); null counts as absent.
+
+    of_response: the body is one of `/v1/responses`.
+    """
+    for name, known in (_RESPONSE_FIELDS if of_response else _FIELDS).items():
+        value = body.get(name)
+        if of_response and name in _KINDS and isinstance(value, list):
+            kinds = _KINDS[name]
+            value = [item if isinstance(item, dict) and item.get("type") in kinds else None for item in value]
+        for found in _unknown(value, known, name):
             return found
     return None
 
@@ -61,7 +107,7 @@ def _unknown(value: Any, known: _Known, where: str) -> Iterator[tuple[str, str]]
     elif isinstance(value, dict):
         for name, item in value.items():
             if name not in known:
-                if item is not None:
+                if item is not None and not (item is False and name in SWITCHES):
                     yield where, name
             elif known[name] is not None:
                 yield from _unknown(item, known[name], f"{where}.{name}")

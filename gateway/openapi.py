@@ -13,15 +13,17 @@ from pydantic.json_schema import models_json_schema
 from gateway.auth import OPEN_PATHS
 from gateway.openapi_schemas import ANSWERS, STATE, ModelBounds, complete_bodies
 from gateway.routes.endpoint import RECEIPT_HEADER, Handler, plain_path
-from gateway.schemas import ChatRequest, CompletionRequest
+from gateway.schemas import ChatRequest, CompletionRequest, ResponseRequest
 
 _REF = "#/components/schemas/{model}"
 EVENTS = "events"  # for `RouteSpec.answer`: no JSON but a stream
-_STREAMING = (ChatRequest, CompletionRequest)
+_STREAMING = (ChatRequest, CompletionRequest, ResponseRequest)
+_WITH_RECEIPTS = (ChatRequest, CompletionRequest)
 # What of one operation's answer another one takes: handler -> (operation, its parameter, where in the answer).
 _LINKS = {
     "chat_completions": ("cancel", "request_id", "/id"),
     "completions": ("cancel", "request_id", "/id"),
+    "responses": ("cancel", "request_id", "/id"),
     "list_models": ("get_model", "model_id", "/data/0/id"),
 }
 
@@ -68,7 +70,9 @@ def _operation(spec: RouteSpec) -> dict[str, Any]:
     if spec.answer == EVENTS:
         content = {"text/event-stream": {}}
     if spec.body in _STREAMING:
-        content["text/event-stream"] = {}  # with "stream": true; chunks as OpenAI's, then [DONE]
+        content[
+            "text/event-stream"
+        ] = {}  # with "stream": true; chunks as OpenAI's, then [DONE], or events of a response
     error = {"description": "An error", "content": _json("Error")}
     operation: dict[str, Any] = {
         "operationId": spec.handler.__name__,
@@ -85,7 +89,7 @@ def _operation(spec: RouteSpec) -> dict[str, Any]:
         operation["security"] = []
     names = re.findall(r"{(\w+)(?::\w+)?}", spec.path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-    if spec.body in _STREAMING:
+    if spec.body in _WITH_RECEIPTS:
         parameters.append({"name": RECEIPT_HEADER, "in": "header", "schema": {"enum": ["true", "false"]}})
     if spec.answer == EVENTS:
         parameters.append({"name": "after", "in": "query", "schema": {"type": "string"}})

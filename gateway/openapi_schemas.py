@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.asked_grammar import FORMATS, NAME_PATTERN
 from gateway.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
+from gateway.response_chat import ENCRYPTED, LOGPROBS, MAX_EFFORT, STREAM_OPTIONS, SUMMARIES
+from gateway.response_items import ITEM_ROLES
 from gateway.schemas import (
     KWARG_NAME,
     MAX_FIELDS,
@@ -24,12 +27,15 @@ from gateway.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponseRequest,
     TokenizeRequest,
 )
+from novainfer.sampling.grammars import CHOICE, JSON, LARK, REGEX
 from novainfer.sampling.params import (
     FLOAT_BOUNDS,
     INT_BOUNDS,
     MAX_BIAS,
+    MAX_GRAMMAR_BYTES,
     MAX_ID_LIST,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -39,7 +45,9 @@ from novainfer.text.chat_template import OWN_NAMES
 Schema = dict[str, Any]
 
 STATE = "State"
-_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_STRING: Schema = {"type": "string"}
+_NAME: Schema = {"type": "string", "pattern": NAME_PATTERN}
+_BODIES = (ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
     fields = {
         "ChatRequest": _sampling(bounds) | _chat(),
         "CompletionRequest": _sampling(bounds) | _completion(bounds),
+        "ResponseRequest": _sampling(bounds) | _response(),
         "TokenizeRequest": _RENDERED,
         "DetokenizeRequest": {"tokens": _array(_integer(0, bounds.num_texts - 1))},
     }
@@ -63,7 +72,7 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
         properties, required = schema["properties"], schema.get("required", ())
         for name, own in properties.items():
             told = fields.get(kind, {}).get(name)
-            if told is not None and own.get("type") != "boolean":  # a chat's logprobs
+            if told is not None and (kind, name) != ("ChatRequest", "logprobs"):  # that is a flag
                 kept = {key: own[key] for key in ("title", "default") if key in own}
                 properties[name] = own = {**kept, **told}
             if name not in required:
@@ -115,12 +124,15 @@ def _sampling(bounds: ModelBounds) -> dict[str, Schema]:
     for name, (low, high) in FLOAT_BOUNDS.items():
         fields[name] = {"type": "number", "minimum": low, "maximum": high}
     fields["top_k"] = _integer(-1, INT_BOUNDS["top_k"][1])
-    fields["max_tokens"] = fields["max_completion_tokens"] = _integer(1, bounds.max_model_len - 1)
+    fields["max_tokens"] = fields["max_completion_tokens"] = fields["max_output_tokens"] = _integer(
+        1, bounds.max_model_len - 1
+    )
     fields["top_logprobs"] = fields["logprobs"]
     fields["allowed_token_ids"] = _array(token_id, 1, MAX_ID_LIST)
     fields["banned_token_ids"] = fields["stop_token_ids"] = _array(token_id, 0, MAX_ID_LIST)
     stop = _text(1, MAX_STOP_LENGTH)
     fields["stop"] = {"anyOf": [stop, _array(stop, 0, MAX_STOP_STRINGS)]}
+    fields["structured_outputs"] = _OUTPUTS
     fields["bad_words"] = _array(_text(1, MAX_BAD_WORD_LENGTH), 0, MAX_BAD_WORDS)
     fields["logit_bias"] = {
         "type": "object",
@@ -135,6 +147,31 @@ def _completion(bounds: ModelBounds) -> dict[str, Schema]:
     ids = _array(_integer(0, bounds.vocab_size - 1), 1, bounds.max_model_len - 1)
     most = {"max_tokens": _integer(0, bounds.max_model_len - 1)}  # 0: an echo alone
     return most | {"prompt": {"anyOf": [_text(1), ids, _array(_text(1), 1, MAX_PROMPTS), _array(ids, 1, MAX_PROMPTS)]}}
+
+
+def _object(**properties: Schema) -> Schema:
+    """All of these are there; there may be more."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+# A schema, a regex or a grammar that the server cannot follow is refused: that no schema can tell.
+_SCHEMA_FORMAT = _object(
+    type={"const": FORMATS[2]},
+    json_schema=_object(name=_NAME, schema={"type": "object"}),
+)
+_SCHEMA_FORMAT["properties"]["json_schema"]["properties"]["strict"] = {"type": ["boolean", "null"]}
+_SCHEMA_FORMAT["properties"]["json_schema"]["properties"]["description"] = {"type": ["string", "null"]}
+_OUTPUTS: Schema = {
+    "type": "object",
+    "properties": {
+        JSON: {"type": ["object", "string", "null"]},
+        REGEX: {"type": ["string", "null"]},
+        CHOICE: {"anyOf": [_array({"type": "string"}, 1), {"type": "null"}]},
+        LARK: {"type": ["string", "null"], "maxLength": MAX_GRAMMAR_BYTES},
+    },
+    "additionalProperties": {"type": "null"},
+    "minProperties": 1,
+}
 
 
 def _part(kind: str) -> Schema:
@@ -154,6 +191,7 @@ _MESSAGE: Schema = {
 _MESSAGES = _array(_MESSAGE, 1, MAX_MESSAGES)
 _FUNCTION: Schema = {"type": "object", "required": ["name"], "properties": {"name": _text(1)}}
 _TOOLS = _array({"type": "object", "required": ["function"], "properties": {"function": _FUNCTION}}, 0, MAX_TOOLS)
+_CHOSEN = _object(type={"const": "function"}, function=_FUNCTION)
 _TEMPLATE_KWARGS: Schema = {
     "type": "object",
     "propertyNames": {"pattern": KWARG_NAME, "not": {"enum": sorted(OWN_NAMES)}},
@@ -171,17 +209,57 @@ _RENDERED: dict[str, Schema] = {
 def _chat() -> dict[str, Schema]:
     return {
         **_RENDERED,
+        "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, _CHOSEN]},
         "modalities": _array({"const": "text"}, 1, 1),
-        "response_format": {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}},
+        "response_format": {"anyOf": [_object(type={"enum": [*FORMATS[:2]]}), _SCHEMA_FORMAT]},
     }
 
 
-def _object(**properties: Schema) -> Schema:
-    """All of these are there; there may be more."""
-    return {"type": "object", "required": list(properties), "properties": properties}
+def _told_object(**properties: Schema) -> Schema:
+    """These may be there, or null; of all else nothing is said."""
+    return {"type": "object", "properties": {name: _or_null(schema) for name, schema in properties.items()}}
 
 
-_STRING: Schema = {"type": "string"}
+def _tagged(kind: str, **properties: Schema) -> Schema:
+    """An item of a response's input."""
+    return _object(type={"const": kind}, **properties)
+
+
+def _input() -> Schema:
+    """What becomes of it as a template is rendered no schema can tell."""
+    words = {"anyOf": [_STRING, _array(_object(type=_STRING))]}
+    message = _object(role={"enum": [*ITEM_ROLES]}, content=words)
+    message["properties"]["type"] = {"enum": ["message", None]}
+    items = [
+        message,
+        _tagged("function_call", call_id=_STRING, name=_STRING, arguments=_STRING),
+        _tagged("function_call_output", call_id=_STRING, output=words),
+        _tagged("reasoning"),
+    ]
+    return {"anyOf": [_STRING, _array({"anyOf": items}, 1, MAX_MESSAGES)]}
+
+
+def _response() -> dict[str, Schema]:
+    name = _text(1)
+    function = _tagged("function", name=name)
+    formats = [_object(type={"enum": [*FORMATS[:2]]}), _tagged("json_schema", name=_NAME, schema={"type": "object"})]
+    formats[1]["properties"] |= {"strict": {"type": ["boolean", "null"]}, "description": {"type": ["string", "null"]}}
+    summary: Schema = {"enum": [*SUMMARIES]}
+    return {
+        "input": _input(),
+        "tools": _array(function, 0, MAX_TOOLS),
+        "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, function]},
+        "text": _told_object(format={"anyOf": formats}),
+        "reasoning": _told_object(effort=_text(0, MAX_EFFORT), summary=summary, generate_summary=summary),
+        "include": _array({"enum": [LOGPROBS, ENCRYPTED]}),
+        "background": {"enum": [False]},
+        "truncation": {"enum": ["disabled"]},
+        "modalities": _array({"const": "text"}, 1, 1),
+        "stream_options": _told_object(**{key: {"enum": [False]} for key in sorted(STREAM_OPTIONS)}),
+        "chat_template_kwargs": _TEMPLATE_KWARGS,
+    }
+
+
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _MAYBE_STRING: Schema = {"type": ["string", "null"]}
 _MAYBE_OBJECT: Schema = {"type": ["object", "null"]}
@@ -202,6 +280,17 @@ def _answer(kind: str, choice: Schema) -> Schema:
     return _object(object={"const": kind}, created=_COUNT, choices=_array(choice, 1), usage=_USAGE, **texts)
 
 
+_RESPONSE = _object(
+    id=_STRING,
+    object={"const": "response"},
+    created_at=_COUNT,
+    status={"enum": ["completed", "incomplete", "cancelled"]},
+    model=_STRING,
+    output=_array({"anyOf": [_tagged(kind, id=_STRING) for kind in ("message", "reasoning", "function_call")]}),
+    usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
+    error={"type": "null"},
+    incomplete_details=_MAYBE_OBJECT,
+)
 _MODEL = _object(
     id=_STRING,
     object={"const": "model"},
@@ -217,6 +306,7 @@ ANSWERS: dict[str, Schema] = {
     "Error": _object(error=_ERROR),
     "ChatCompletion": _answer("chat.completion", _object(index=_COUNT, message=_SAID, **_CHAT_END)),
     "TextCompletion": _answer("text_completion", _object(index=_COUNT, text=_STRING, **_END)),
+    "Response": _RESPONSE,
     "Model": _MODEL,
     "ModelList": _object(object={"const": "list"}, data=_array(_MODEL, 1)),
     "Cancelled": _object(id=_STRING, object={"const": "request.cancelled"}, cancelled={"const": True}),

@@ -6,9 +6,10 @@ import os
 from typing import Any
 
 from gateway.limits import Cost
-from gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from gateway.schemas import ChatRequest, ChoicesRequest, CompletionRequest, GenerationRequest
 from novainfer.errors import InvalidRequestError
 from novainfer.protocol.messages import EngineInfo
+from novainfer.sampling.grammars import LARK
 from novainfer.sampling.params import MAX_SEED, MIN_TEMPERATURE, SamplingParams, validate
 from novainfer.text.tokenizer import Tokenizer
 
@@ -113,6 +114,7 @@ def _sampling_params(
         skip_special_tokens=request.skip_special_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=(request.structured_outputs or {}).get(LARK, ""),  # see `without_prompt`
         **_with_model_defaults(request, tokenizer),
     )
 
@@ -203,7 +205,7 @@ def _completion_logprobs(request: CompletionRequest) -> tuple[int | None, int | 
     return logprobs, prompt
 
 
-def _refuse_contradictions(request: GenerationRequest) -> None:
+def _refuse_contradictions(request: ChoicesRequest) -> None:
     """Fields that are right in themselves, and wrong for a stream or for what is none."""
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs cannot be streamed.", param="prompt_logprobs")

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from gateway.nested import unknown_inside
+from gateway.nested import unknown_inside, without_effect
 from novainfer.errors import InvalidRequestError
+from novainfer.sampling.grammars import LARK
 from novainfer.sampling.params import MAX_ID_LIST
 from novainfer.text.chat_template import OWN_NAMES
 
@@ -56,6 +57,13 @@ TemplateKwargs = Annotated[
 ]
 
 
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+    _at_most(16),
+]
+
+
 def _has_a_function(tool: dict[str, Any]) -> dict[str, Any]:
     """All else in it is the caller's and the template's matter."""
     function = tool.get("function")
@@ -86,15 +94,12 @@ class StreamOptions(_Body):
 
 
 class GenerationRequest(_Body):
-    """What chat and text completions share: sampling, lengths, stops, and how to answer."""
+    """What all generations share: sampling, stops, and how to answer."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset()
 
     model: Name | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: Int = 1
-    max_tokens: Int | None = None
     min_tokens: Int = 0
     temperature: float | None = None
     top_p: float | None = None
@@ -113,17 +118,26 @@ class GenerationRequest(_Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: Int | None = None
     add_special_tokens: bool | None = None
-    return_token_ids: bool = False
-    receipt: bool = False
     cache_salt: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,128}$")] = ""
     prefix_cache: bool = True
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     user: str | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
-class ChatRequest(GenerationRequest):
+class ChoicesRequest(GenerationRequest):
+    """What chat and text completions share beside that: choices, and what is told of them and of their prompts."""
+
+    n: Int = 1
+    max_tokens: Int | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Int | None = None
+    return_token_ids: bool = False
+    receipt: bool = False
+
+
+class ChatRequest(ChoicesRequest):
     """`POST /v1/chat/completions`."""
 
     unsupported = frozenset({"echo", "functions", "function_call", "audio", "web_search_options"})
@@ -146,7 +160,7 @@ class ChatRequest(GenerationRequest):
     separate_reasoning: bool = True
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(ChoicesRequest):
     """`POST /v1/completions`."""
 
     unsupported = frozenset({"suffix", "best_of", "response_format"})
@@ -154,6 +168,45 @@ class CompletionRequest(GenerationRequest):
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
     echo: bool = False
     logprobs: Int | None = None
+
+
+class ResponseRequest(GenerationRequest):
+    """`POST /v1/responses`. What its objects mean is said where they become those of a chat (`response_chat`)."""
+
+    unsupported = frozenset(
+        {
+            "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "return_token_ids",
+            "receipt", "response_format", "reasoning_effort", "echo", "functions", "function_call",
+            "context_management", "prompt", "previous_response_id", "conversation",
+        }
+    )  # fmt: skip
+
+    input: str | Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Int | None = None
+    stream_options: dict[str, Any] | None = None
+    include: Items[str] = _empty(list)
+    top_logprobs: Int | None = None
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = _empty(list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: Metadata = _empty(dict)
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Name | None = None
+    modalities: Items[str] = ["text"]
+    service_tier: str | None = None
+    truncation: str | None = None
+    store: bool = False
+    background: bool = False
+    documents: Items[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateKwargs = _empty(dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
 
 
 class TokenizeRequest(_Body):
@@ -184,7 +237,9 @@ class DetokenizeRequest(_Body):
     tokens: Items[TokenId]
 
 
-Body = TypeVar("Body", GenerationRequest, ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+Body = TypeVar(
+    "Body", GenerationRequest, ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest
+)
 
 UNSUPPORTED = frozenset(
     {
@@ -200,7 +255,6 @@ UNSUPPORTED = frozenset(
         "prompt_token_ids",
         "regex",
         "structural_tag",
-        "structured_outputs",
         "truncate_prompt_tokens",
         "use_beam_search",
     }
@@ -209,7 +263,9 @@ UNSUPPORTED_PREFIX = "guided_"
 NO_OPS: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "function_call": ("none",)}  # and more values
 ON_WHEN_EMPTY = frozenset({"web_search_options"})
 MAX_FIELDS = 256
+_CONVERSATIONS = frozenset({"previous_response_id", "conversation", "prompt"})
 _UNIONS = {
+    "input": f"it is a string or a list of 1 to {MAX_MESSAGES} objects",
     "prompt": "it is a string, a list of strings, a list of token ids (whole numbers from 0), or a list of such lists",
     "stop": "it is a string or a list of strings",
     "tool_choice": "it is a string or an object",
@@ -233,7 +289,10 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
         if name in kind.unsupported or name in UNSUPPORTED or name.startswith(UNSUPPORTED_PREFIX):
             if _is_off(name, present[name]):
                 continue
-            raise InvalidRequestError(f"{_shown(name)} is not supported yet.", param=_shown(name))
+            why = "is not supported yet"
+            if kind is ResponseRequest and name in _CONVERSATIONS:
+                why = "is not supported: this server keeps no conversations. Send their items again, as input"
+            raise InvalidRequestError(f"{_shown(name)} {why}.", param=_shown(name))
     if isinstance(present.get("stream_options"), dict):
         options = present["stream_options"]
         present["stream_options"] = {name: value for name, value in options.items() if value is not None}
@@ -241,10 +300,11 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
         request = kind.model_validate(present)
     except ValidationError as error:
         raise _invalid(error) from None
-    unknown = [_shown(name) for name in (request.model_extra or {})]
+    unknown = without_effect(present) if kind is ResponseRequest else []
+    unknown += [_shown(name) for name in (request.model_extra or {})]
     if unknown and strict_params:
         raise _unknown_field(unknown[0])
-    inside = unknown_inside(present) if strict_params else None
+    inside = unknown_inside(present, of_response=kind is ResponseRequest) if strict_params else None
     if inside is not None:
         where, name = inside
         raise _unknown_field(f"{where}.{_shown(name)}")
@@ -255,6 +315,7 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
 _SPENT: dict[str, Any] = {
     "messages": [],
     "tools": [],
+    "tool_choice": None,
     "documents": None,
     "chat_template_kwargs": {},
     "response_format": None,
@@ -265,10 +326,14 @@ _SPENT: dict[str, Any] = {
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 
 
-def without_prompt(request: Asked) -> Asked:
-    """What is kept of a request while it is answered: no more than says how, however much was sent."""
+def without_prompt(request: Asked, grammar: str = "") -> Asked:
+    """What is kept of a request while it is answered: no more than says how, however much was sent.
+
+    grammar: in place of what was said of the answer's form.
+    """
     fields = _fields_of(type(request))
-    kept = request.model_copy(update={name: value for name, value in _SPENT.items() if name in fields})
+    update = {name: value for name, value in _SPENT.items() if name in fields}
+    kept = request.model_copy(update=update | {"structured_outputs": {LARK: grammar} if grammar else None})
     for part in (kept, kept.stream_options):
         if part is not None and part.model_extra:
             part.model_extra.clear()

@@ -233,7 +233,7 @@ class GatewayService:
         ]
         info.permit.correct(sum(lengths))
         answers = [""] * len(states)
-        if request.stream:
+        if request.stream and not record.is_response:
             answers = answers_of(record, [echo for _, echo in prompts])
         adds = [
             self._add_request(state, answer, request, record.response_id, info)
@@ -365,7 +365,7 @@ def deadline_of(info: RequestInfo) -> float:
 
 def new_response_id(prefix: str) -> str:
     """An id that nobody can guess and no other gateway gives."""
-    return f"{prefix}-{os.urandom(12).hex()}"
+    return f"{prefix}{os.urandom(12).hex()}"
 
 
 def unix_now() -> int:

@@ -27,6 +27,7 @@ from gateway.text_jobs import (
     Done,
     EncodeJob,
     Failed,
+    GrammarJob,
     Job,
     Ready,
     Refused,
@@ -39,7 +40,10 @@ from gateway.text_jobs import (
     unpack_ids,
 )
 from novainfer.errors import ConfigError, InvalidRequestError, ProtocolError, words_of
+from novainfer.sampling.grammars import BUILD_SECONDS, Thoughts, check_grammar, make_grammar
 from novainfer.text.chat_template import ChatTemplate
+from novainfer.text.parts import BARRED, BEGUN
+from novainfer.text.reasoning import CLOSE, OPEN
 from novainfer.text.templates import read_template
 from novainfer.text.tokenizer import Tokenizer
 from novainfer.transport.parent import die_with_parent
@@ -78,6 +82,8 @@ class TextWork:
     def _parts(self, job: Job, say: Callable[[Rendered], None]) -> list[bytes]:
         if isinstance(job, DecodeJob):
             return self._decode(job)
+        if isinstance(job, GrammarJob):
+            return [self._grammar(job)]
         texts = [str(text, "utf-8") for text in job.texts] if isinstance(job, EncodeJob) else [self._render(job, say)]
         return [pack_ids(self._encode(text, job)) for text in texts]
 
@@ -100,6 +106,18 @@ class TextWork:
                 code="context_length_exceeded",
             )
         return self._tokenizer.encode(text, add_special_tokens=job.add_special_tokens)
+
+    def _grammar(self, job: GrammarJob) -> bytes:
+        tokenizer, thoughts = self._tokenizer, None
+        if job.thoughts != BARRED:
+            are_special = len(tokenizer.special_ids_of((OPEN, CLOSE))) == 2
+            thoughts = Thoughts(OPEN, CLOSE, are_special=are_special, is_inside=job.thoughts == BEGUN)
+        try:
+            grammar = make_grammar(job.kind, str(job.source, "utf-8"), thoughts)
+            check_grammar(grammar, tokenizer.special_texts, BUILD_SECONDS)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{job.param}: {error.message}", param=job.param) from None
+        return grammar.encode()
 
     def _decode(self, job: DecodeJob) -> list[bytes]:
         parts: list[bytes] = []

@@ -55,6 +55,19 @@ class DecodeJob:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarJob:
+    """Make a grammar, and look at it. kind, source: as `grammars.make_grammar` has them.
+
+    thoughts: ALLOWED before what it says, BEGUN, or BARRED (see `novainfer.text.parts`).
+    """
+
+    param: str
+    kind: str
+    source: bytes
+    thoughts: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """A text process's first word, with its `pid`; also the zygote's, with a `fault` if it cannot be one."""
 
@@ -71,7 +84,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result: token ids or text, one entry for each prompt."""
+    """The result: token ids or text, one entry for each prompt; or the text of a grammar."""
 
     parts: list[bytes]
 
@@ -92,12 +105,12 @@ class Failed:
     kind: str
 
 
-Job = RenderJob | EncodeJob | DecodeJob
+Job = RenderJob | EncodeJob | DecodeJob | GrammarJob
 Reply = Done | Refused | Failed
 
 TEXT_SCHEMA = Schema(
     "text",
-    {1: RenderJob, 2: EncodeJob, 3: DecodeJob, 4: Ready, 5: Rendered, 6: Done, 7: Refused, 8: Failed},
+    {1: RenderJob, 2: EncodeJob, 3: DecodeJob, 4: Ready, 5: Rendered, 6: Done, 7: Refused, 8: Failed, 9: GrammarJob},
 )
 
 

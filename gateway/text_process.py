@@ -1,7 +1,7 @@
 """The gateway's end of its text processes (see `text_child`): it starts them, gives them jobs, and kills the slow ones.
 
-There are two lanes, each with one process and one job at a time, so that short requests never wait for long ones; in a
-lane it is the tenants' turns one after the other. Runs on the event loop; knows nothing of HTTP.
+There are three lanes, each with one process and one job at a time, so that short requests never wait for long ones, nor
+either for grammars; in a lane it is the tenants' turns one after the other. Runs on the event loop; knows no HTTP.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gateway.text_jobs import (
     TEXT_SCHEMA,
     Done,
     Failed,
+    GrammarJob,
     Job,
     Ready,
     Refused,
@@ -46,16 +47,21 @@ from novainfer.transport.zygote import ZygoteProcess
 log = logging.getLogger(__name__)
 
 RENDER_LIMIT = RENDER_SECONDS + 0.5  # seconds of CPU; first the template may end itself, and say why
+GRAMMAR_LIMIT = 0.5  # seconds of CPU; one that is not built for so long is refused (`grammars.BUILD_SECONDS`)
 JOB_LIMIT = 30.0  # seconds of a job, whoever waits for it
 STOPPED_LIMIT = 1.0  # seconds of a job whose process the system says is stopped
-LOOK_SECONDS = 0.5  # between looks at a job
+LOOK_SECONDS = 0.2  # between looks at a job
 UNWANTED_LIMIT = 0.25  # seconds of a job that nobody waits for any more; few are worth a new process
 START_LIMIT = 30.0  # seconds, for a zygote that has to read its files first
 JOB_ATTEMPTS = 2  # at a job whose process died
 START_ATTEMPTS = 3  # at a process that is ready; the zygote may have to be started first
 MAX_HELD_BYTES = 2 * MAX_MESSAGE_BYTES  # of the jobs in a lane: `ByteBudget` has let go of what was read
 RETRY_SECONDS = 1.0  # for a client, when no process can be started, or its lane is full
-_LANES = (False, True)  # whether it is for long texts
+_SHORT, _LONG, _GRAMMARS = range(3)  # lanes; the processes of the first two are there from the beginning
+_BOUNDS: dict[type, tuple[float, str]] = {
+    RenderJob: (RENDER_LIMIT, "The chat template took too long."),
+    GrammarJob: (GRAMMAR_LIMIT, "The grammar is too dear: it takes too long to build."),
+}
 
 
 class TextProcesses:
@@ -80,7 +86,8 @@ class TextProcesses:
             arguments += ["--chat-template", chat_template]
         # One thread: it shall fork. (The tokenizers library starts some where it may.)
         self._zygote = ZygoteProcess("gateway.text_child", arguments, {"TOKENIZERS_PARALLELISM": "false"})
-        self._lanes = [Lane(self._zygote, count, is_long=is_long, is_shared=is_shared) for is_long in _LANES]
+        lanes = (_SHORT, _LONG, _GRAMMARS)
+        self._lanes = [Lane(number, self._zygote, count, is_shared=is_shared) for number in lanes]
 
     @property
     def zygote_pid(self) -> int:
@@ -98,14 +105,15 @@ class TextProcesses:
             raise EngineError("The process that prepares texts died while it was started.") from None
         if ready.fault:
             raise ConfigError(ready.fault)
-        for lane in self._lanes:
+        for lane in self._lanes[:_GRAMMARS]:
             lane.prepare()
 
     def submit(self, job: Job, tenant: str, *, is_long: bool) -> Turn:
         """Put it into its lane. Raises `InvalidRequestError` if it is too large, `OverloadedError` if its lane is full,
         or the tenant's part of it.
         """
-        return self._lanes[is_long].submit(job, tenant)
+        number = _GRAMMARS if isinstance(job, GrammarJob) else _LONG if is_long else _SHORT
+        return self._lanes[number].submit(job, tenant)
 
     def close(self) -> None:
         """End all processes, at once. Idempotent."""
@@ -124,8 +132,9 @@ class Turn:
     def __init__(self, lane: Lane, job: Job, tenant: str) -> None:
         self.param = job.param
         self.tenant = tenant
-        self.is_chat = isinstance(job, RenderJob)
-        self.is_rendering = False
+        # What a job that a client's own words can make last for ever may take, and what is said then.
+        self.bound: tuple[float, str] | None = _BOUNDS.get(type(job))
+        self.is_bounded = False
         self.is_unwanted = False
         self.began = 0.0  # on the loop's clock, once the process has it
         self.cpu_seconds: float | None = None  # of its process, at the first look
@@ -169,13 +178,12 @@ class Lane:
     turn: the one that it is at.   num_bytes: of all jobs that are here.
     """
 
-    def __init__(self, zygote: ZygoteProcess, count: Callable[[str], None], *, is_long: bool, is_shared: bool) -> None:
+    def __init__(self, number: int, zygote: ZygoteProcess, count: Callable[[str], None], *, is_shared: bool) -> None:
         self.turn: Turn | None = None
         self.num_bytes = 0
         self._is_shared = is_shared
         self._bytes_of: Counter[str] = Counter()  # tenants that have any
-        self._number = int(is_long)
-        self._is_long = is_long
+        self._number = number
         self._zygote = zygote
         self._count = count
         self._lock = FairLock()
@@ -282,15 +290,15 @@ class Lane:
     async def _exchange(self, connection: socket.socket, turn: Turn) -> list[bytes]:
         loop = asyncio.get_running_loop()
         turn.began = loop.time()
-        turn.is_rendering = turn.is_chat
+        turn.is_bounded = True
         turn.cpu_seconds = None
         self.watch(turn)
         await loop.sock_sendall(connection, turn.frame)
         reply = await _receive(loop, connection)
         if isinstance(reply, Rendered):
-            turn.is_rendering = False
+            turn.is_bounded = False
             reply = await _receive(loop, connection)
-        if self._is_long:
+        if self._number == _LONG:
             self._replace()  # what a long text took of memory goes back to the system
         if isinstance(reply, Done):
             return reply.parts
@@ -323,11 +331,11 @@ class Lane:
             return "unwanted", late
         if seconds >= STOPPED_LIMIT and is_pid_stopped(self._pid):
             return "died", None
-        if turn.is_rendering and self._renders_too_long(turn, seconds):
-            return "time", InvalidRequestError("The chat template took too long.", param=turn.param)
+        if turn.is_bounded and turn.bound is not None and self._takes_too_long(turn, seconds, turn.bound[0]):
+            return "time", InvalidRequestError(turn.bound[1], param=turn.param)
         return ("time", late) if seconds >= JOB_LIMIT else None
 
-    def _renders_too_long(self, turn: Turn, seconds: float) -> bool:
+    def _takes_too_long(self, turn: Turn, seconds: float, limit: float) -> bool:
         """By the CPU time since the first look, with all the time until then: on a busy machine it waits for its turn.
 
         Where CPU time cannot be known, by the clock.
@@ -336,8 +344,8 @@ class Lane:
         if turn.cpu_seconds is None:
             turn.cpu_seconds = used
         if used is None or turn.cpu_seconds is None:
-            return seconds >= RENDER_LIMIT
-        return used - turn.cpu_seconds + LOOK_SECONDS >= RENDER_LIMIT
+            return seconds >= limit
+        return used - turn.cpu_seconds + LOOK_SECONDS >= limit
 
     def _lose(self, why: str) -> None:
         self._count(why)

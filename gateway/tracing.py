@@ -14,7 +14,7 @@ from gateway.generation import Generation
 from gateway.metrics import FAILED
 from novainfer import __version__
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
 _NS = 1_000_000_000
 
 

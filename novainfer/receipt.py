@@ -97,7 +97,8 @@ class Receipt:
 
 def _params(data: object) -> SamplingParams:
     """Lists are tuples and the keys of logit_bias numbers again; `validate` looks at every value."""
-    values = dict(_exact_fields(data, SamplingParams, "params"))
+    known = {"grammar": "", **data} if isinstance(data, dict) else data  # older receipts are of answers without one
+    values = dict(_exact_fields(known, SamplingParams, "params"))
     if values["seed"] is None:
         raise _wrong("seed", "is missing: only a resolved request can be computed again")
     for name in ("allowed_token_ids", "banned_token_ids", "stop", "stop_token_ids"):

@@ -22,6 +22,7 @@ from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import RowPromptLogprobs, StepPlan, StepResult
 from workers.decode_graphs import DecodeGraphs, Graph
 from workers.drafts import NOT_FINITE, true_places
+from workers.grammars import Grammars
 from workers.graphs import Rank, Record
 from workers.input_batch import InputBatch, PromptSpan, StepRows
 from workers.kv_cache import KVCache
@@ -66,7 +67,9 @@ class PendingStep:
             self.done.synchronize()
         sampled = self.sampled
         bad = {prompt.span.row for prompt in self.prompts if bool(prompt.is_bad)}
+        refused: dict[int, str] = {}
         if sampled is not None:
+            refused = {row: why for row, why in sampled.refused().items() if row not in bad}
             bad.update(sampled.rows[sampled.is_bad.numpy()].tolist())
         return StepResult(
             epoch=self.plan.epoch,
@@ -77,6 +80,7 @@ class PendingStep:
             prompt_logprobs=[_prompt_record(prompt) for prompt in self.prompts if prompt.span.row not in bad],
             bad_rows=sorted(bad),
             num_drafted=self.num_drafted,
+            refused=refused,
         )
 
 
@@ -91,14 +95,15 @@ class ModelRunner:
         states: RequestStates,
         cache: KVCache,
         record: Record | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """record: makes graphs of steps; None: they run kernel by kernel."""
+        """record: makes graphs of steps; None: they run kernel by kernel. grammars: None: rows have none."""
         self.states = states
         self.cache = cache
         self._model = model
         self._tp = tp
         self._kernels = kernels
-        self._sampler = Sampler(kernels)
+        self._sampler = Sampler(kernels, grammars)
         self._copies = HostCopies(states.device)
         self._graphs: Graphs | None = None
         if record is not None:
@@ -132,6 +137,8 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> PendingStep | None:
         self.states.apply(plan)
+        if plan.new_rows and self._tp.rank == 0:
+            self._sampler.expect(plan.new_rows, self.states)
         self.cache.copy_blocks(plan.copy_src, plan.copy_dst)
         sampled: Sampled | None = None
         prompts: list[PromptResult] = []
@@ -250,6 +257,7 @@ class ModelRunner:
                     sampled,
                     token_ids=to_host(sampled.token_ids),
                     is_bad=to_host(sampled.is_bad),
+                    is_ruled_out=None if sampled.is_ruled_out is None else to_host(sampled.is_ruled_out),
                     logprobs=None if sampled.logprobs is None else sampled.logprobs.map(to_host),
                 )
             prompts = [PromptResult(p.span, p.logprobs.map(to_host), to_host(p.is_bad)) for p in prompts]

@@ -67,6 +67,7 @@ class RequestStates:
         for row in plan.freed_rows:
             self._check_in_use(row)
             self.in_use[row] = False
+            self.sampling.forget(row)
         for new in plan.new_rows:
             self._take(new)
         if len(plan.grown_rows) != len(plan.grown_blocks):
@@ -79,6 +80,8 @@ class RequestStates:
 
     def clear(self) -> None:
         """Free every row: its owner is gone."""
+        for row in np.flatnonzero(self.in_use).tolist():
+            self.sampling.forget(row)
         self.in_use[:] = False
 
     def append(self, rows: IntArray, token_ids: Tensor, ahead: IntArray | None = None) -> None:
@@ -108,6 +111,12 @@ class RequestStates:
         """
         known = self.num_tokens[rows] - self.prompt_len[rows]
         return known if ahead is None else known + ahead
+
+    def output(self, row: int, start: int) -> list[int]:
+        """Output tokens of a row from an index on. On a GPU the host waits for the newest of them."""
+        first, end = int(self.prompt_len[row]) + start, int(self.num_tokens[row])
+        ids: list[int] = self.token_ids[row, first:end].tolist() if first < end else []
+        return ids
 
     def _take(self, new: NewRow) -> None:
         row, count = new.row, len(new.token_ids)

@@ -7,6 +7,7 @@ lists are device tensors that only rows with such lists have.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,11 @@ from torch import Tensor
 from kernels.backend import SamplingTensors
 from novainfer.errors import EngineError
 from novainfer.protocol.step import NewRow
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from workers.grammars import Form
 
 IntArray = npt.NDArray[np.int64]
 
@@ -32,6 +38,43 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+@dataclass(slots=True)
+class RowGrammar:
+    """A row's. form: what is built of the text. matcher: a copy of its, which has consumed the row's first num_seen
+    output tokens; None: not asked yet. is_second: it has begun again with a form of its own.
+
+    num_masks: how often it has said what may come. seconds: of CPU time, for all of this. fault: why it is given up, in
+    words; empty: it is not. refusal: why its request is to blame for that (see `StepResult.refused`); empty: it is not.
+    end_ids: what ends the row beside the ids that it asked for.
+    """
+
+    text: str
+    end_ids: frozenset[int]
+    form: Form | None = None
+    matcher: LLMatcher | None = None
+    is_second: bool = False
+    num_seen: int = 0
+    num_masks: int = 0
+    seconds: float = 0.0
+    fault: str = ""
+    refusal: str = ""
+
+    def begin_again(self, form: Form) -> None:
+        """With another form than it had. What it took counts on."""
+        self.form, self.matcher = form, None
+        self.num_seen = 0
+        self.fault = self.refusal = ""
+        self.is_second = True
+
+    @classmethod
+    def of(cls, new: NewRow) -> RowGrammar | None:
+        """None for a row that has none."""
+        params = new.params
+        if not params.grammar:
+            return None
+        return cls(params.grammar, frozenset(new.stop_token_ids) - frozenset(params.stop_token_ids))
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRules:
     """What one row's logits go through beside penalties. Absent lists are None."""
@@ -42,6 +85,7 @@ class TokenRules:
     banned_ids: Tensor | None  # [num_banned] int64
     early_stop_ids: Tensor | None  # [num_stops] int64: not sampled before min_tokens outputs
     min_tokens: int
+    grammar: RowGrammar | None = None
 
     @classmethod
     def of(cls, new: NewRow, device: torch.device) -> TokenRules | None:
@@ -58,7 +102,8 @@ class TokenRules:
                 stops = []
         if params.min_tokens == 0:
             stops = []
-        if not params.logit_bias and allowed is None and not banned and not stops:
+        grammar = RowGrammar.of(new)
+        if not params.logit_bias and allowed is None and not banned and not stops and grammar is None:
             return None
 
         def ids(values: list[int]) -> Tensor | None:
@@ -72,6 +117,7 @@ class TokenRules:
             banned_ids=ids(sorted(banned)),
             early_stop_ids=ids(sorted(set(stops))),
             min_tokens=params.min_tokens,
+            grammar=grammar,
         )
 
 
@@ -100,7 +146,7 @@ class RowSelection:
 
 
 class SamplingRows:
-    """Sampling parameters of every row; `set` is the only writer."""
+    """Sampling parameters of every row; `set` is the only writer, beside `forget`."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._device = device
@@ -142,6 +188,11 @@ class SamplingRows:
         self.num_prompt_logprobs[row] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
         self.rules[row] = TokenRules.of(new, self._device)
         self.has_rules[row] = self.rules[row] is not None
+
+    def forget(self, row: int) -> None:
+        """Its owner is gone: what others may hold as long as it does is let go."""
+        self.rules[row] = None
+        self.has_rules[row] = False
 
     def select(self, rows: IntArray) -> RowSelection:
         """Of `rows` [B]. Many steps in a row sample the same ones: then it is what it was the last time."""

@@ -1,16 +1,17 @@
 """From logits to token ids, for the rows that sample in a step.
 
 Order: raw logits are captured for log-probabilities; logit_bias; repetition, presence and frequency penalties; allowed
-and banned ids; stop ids before min_tokens; then the sampling kernel (temperature, top_k, top_p, min_p, Gumbel-max).
-Every stage treats each row by itself, so a row's token does not depend on the batch. A batch of plain rows goes
-straight to the kernel.
+and banned ids; stop ids before min_tokens; what the grammar forbids; then the sampling kernel (temperature, top_k,
+top_p, min_p, Gumbel-max). Every stage treats each row by itself, so a row's token does not depend on the batch. A batch
+of plain rows goes straight to the kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from kernels.backend import KernelBackend, MakeSampling
+from novainfer.protocol.step import NOT_FOLLOWED, RULED_OUT, NewRow
+from workers.grammars import Grammars
 from workers.logprobs import LogprobTensors, gather_logprobs
 from workers.request_states import RequestStates
 from workers.row_sampling import IntArray, TokenRules, to_device
@@ -33,6 +36,8 @@ class Sampled:
     logprob_positions: IntArray  # [L], in S
     num_top: IntArray  # [L], alternatives asked for
     logprobs: LogprobTensors | None  # at those positions; None if L is 0
+    is_ruled_out: Tensor | None = None  # [S] bool: bad, though the logits were finite; None: none is
+    refusals: dict[int, str] = field(default_factory=dict)  # of rows without a mask: see `StepResult.refused`
 
     def only(self, kept: npt.NDArray[np.bool_]) -> Sampled:
         """Those of the S places that are kept [S]; on the host."""
@@ -46,7 +51,16 @@ class Sampled:
             logprob_positions=(np.cumsum(kept) - 1)[self.logprob_positions[with_logprobs]],
             num_top=self.num_top[with_logprobs],
             logprobs=None if self.logprobs is None else self.logprobs.map(lambda tensor: tensor[chosen]),
+            is_ruled_out=None if self.is_ruled_out is None else self.is_ruled_out[index],
+            refusals=self.refusals,
         )
+
+    def refused(self) -> dict[int, str]:
+        """The rows that are bad though their logits were finite, and why; on the host."""
+        if self.is_ruled_out is None:
+            return {}
+        rows = self.rows[self.is_ruled_out.numpy()].tolist()
+        return {row: self.refusals.get(row, RULED_OUT) for row in rows}
 
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
@@ -58,8 +72,17 @@ Pick = Callable[[MakeSampling], tuple[Tensor, Tensor] | None]
 class Sampler:
     """Stateless: all it knows of a row stands in `RequestStates`."""
 
-    def __init__(self, kernels: KernelBackend) -> None:
+    def __init__(self, kernels: KernelBackend, grammars: Grammars | None = None) -> None:
+        """grammars: None: rows have none."""
         self._kernels = kernels
+        self._grammars = grammars
+
+    def expect(self, new_rows: Sequence[NewRow], states: RequestStates) -> None:
+        """These rows have come: what some need that takes a while to get ready is begun with."""
+        for new in new_rows if self._grammars is not None else ():
+            rule = states.sampling.rules[new.row]
+            if self._grammars is not None and rule is not None and rule.grammar is not None:
+                self._grammars.expect(rule.grammar)
 
     def pick(self, pick: Pick, rows: IntArray, states: RequestStates, ahead: IntArray | None = None) -> Sampled | None:
         """What `sample` makes of the logits of these rows, without them; None where it needs them."""
@@ -74,7 +97,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: IntArray, states: RequestStates, ahead: IntArray | None = None) -> Sampled:
         """Sample the next token of `rows` [S > 0] from logits [S, V] float32, which are changed in place.
 
-        ahead [S]: how many drafts stand before that token; rows with penalties have none.
+        ahead [S]: how many drafts stand before that token; rows with penalties or a grammar have none.
         """
         chosen = states.sampling.select(rows)
         positions = chosen.logprob_positions
@@ -82,17 +105,40 @@ class Sampler:
         raw = logits[position_index] if len(positions) else None
         output_len = states.output_len(rows, ahead)
         was_bad: Tensor | None = None
+        is_ruled_out: Tensor | None = None
+        refusals: dict[int, str] = {}
         if not chosen.is_plain:
             was_bad = ~(logits.sum(dim=1) < math.inf)  # what is done to them may hide it
             process_logits(logits, rows, states, output_len)
+            refusals = self._follow_grammars(logits, rows, states)
         token_ids, is_bad = self._kernels.choose(logits, chosen.at(output_len, logits.device))
         if was_bad is not None:
+            is_ruled_out = is_bad & ~was_bad
             is_bad |= was_bad
             token_ids.masked_fill_(is_bad, 0)
         logprobs = None
         if raw is not None:
             logprobs = gather_logprobs(raw, token_ids[position_index], int(chosen.num_logprobs.max()))
-        return Sampled(rows, token_ids, is_bad, positions, chosen.num_logprobs[positions], logprobs)
+        num_top = chosen.num_logprobs[positions]
+        return Sampled(rows, token_ids, is_bad, positions, num_top, logprobs, is_ruled_out, refusals)
+
+    def _follow_grammars(self, logits: Tensor, rows: IntArray, states: RequestStates) -> dict[int, str]:
+        """Set to -inf what the rows' grammars forbid in logits [S, V], in place.
+
+        Returns the rows of which that is not known, and why.
+        """
+        refusals: dict[int, str] = {}
+        if self._grammars is not None:
+            self._grammars.begin_step()
+        for i in np.flatnonzero(states.sampling.has_rules[rows]):
+            row = int(rows[i])
+            rule = states.sampling.rules[row]
+            grammar = None if rule is None else rule.grammar
+            if self._grammars is None or grammar is None:
+                continue
+            if not self._grammars.mask(logits[i], grammar, partial(states.output, row)):
+                refusals[row] = grammar.refusal or NOT_FOLLOWED
+        return refusals
 
 
 def process_logits(logits: Tensor, rows: IntArray, states: RequestStates, output_len: IntArray) -> None:

@@ -9,11 +9,14 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kernels.backend import KernelBackend, select_backend
+from novainfer.checkpoint import resolve_checkpoint
 from novainfer.config import (
     GIB,
     MIB,
@@ -35,6 +38,7 @@ from novainfer.sampling.params import SamplingParams
 from workers.checkpoint import find_checkpoint
 from workers.decode_graphs import decode_once, kept_bytes
 from workers.fingerprint import checksum_of, fingerprint
+from workers.grammars import Grammars
 from workers.graphs import Rank, cuda_recorder, is_out_of_memory
 from workers.kv_cache import (
     CacheSize,
@@ -60,6 +64,9 @@ from workers.weight_ahead import weight_folder
 from workers.weight_file import WeightFile
 from workers.weight_key import weight_key
 from workers.weights import find_bad_tensor
+
+if TYPE_CHECKING:
+    from novainfer.text.vocabulary import Vocabulary
 
 Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -135,7 +142,8 @@ class Worker:
         cache = KVCache.allocate(model, kernels, size.num_blocks, config.cache, device)
         limits = _limits(config, model, size, _step_tokens(config, model, tp, device))
         record = cuda_recorder(device) if has_graphs(config, model, device) else None
-        runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache, record)
+        grammars = Grammars(partial(_load_vocabulary, _find_tokenizer(config.model), limits.vocab_size))
+        runner = ModelRunner(model, kernels, tp, RequestStates(limits, device), cache, record, grammars)
         progress(STAGE_WARM_UP, 0, 1)
         most = _WARM_UP_TOKENS if device.type == "cpu" else _GPU_WARM_UP_TOKENS
         num_tokens = min(most, limits.max_num_batched_tokens, limits.max_model_len - 2)
@@ -191,6 +199,23 @@ def _load_model(
             progress=lambda done, total: progress(STAGE_WEIGHTS, done, total),
         )
     return model, kept
+
+
+def _find_tokenizer(config: ModelConfig) -> Path | ConfigError:
+    """The tokenizer's folder, or why there is none: only rows with grammars need it."""
+    try:
+        return resolve_checkpoint(config.tokenizer or config.model, revision=config.revision)
+    except ConfigError as error:
+        return error
+
+
+def _load_vocabulary(folder: Path | ConfigError, size: int) -> Vocabulary:
+    """Raises `ConfigError`. Within a step: nothing is fetched."""
+    from novainfer.text.vocabulary import Vocabulary  # few ranks ever need it, and what it imports
+
+    if isinstance(folder, ConfigError):
+        raise folder
+    return Vocabulary.load(folder, size)
 
 
 def choose_device(config: ParallelConfig, rank: int) -> torch.device:

@@ -5,31 +5,52 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from gateway.asked_calls import asked_calls
+from gateway.asked_grammar import asked_grammar, make_grammar, thoughts_before
+from gateway.response_echo import Echo
 from gateway.routes.endpoint import Call
-from gateway.routes.generate import generate
+from gateway.routes.generate import Manner, generate
 from gateway.schemas import ROLES, ChatRequest, TokenizeRequest, without_prompt
 from gateway.text_jobs import RenderJob
 from gateway.told_parts import telling_of
 from novainfer.errors import InvalidRequestError
-from novainfer.text.parts import NONE
+from novainfer.text.parts import BARRED, NONE
 
 
 async def chat_completions(call: Call) -> None:
     """Answer a chat, whole or as a stream."""
-    service = call.service
     call.limit_time()
-    request, headers = await call.parse(ChatRequest)
+    await answer_chat(call, *await call.parse(ChatRequest))
+
+
+async def answer_chat(call: Call, request: ChatRequest, headers: dict[str, str], echo: Echo | None = None) -> None:
+    """Answer it; in the form of Responses, with what that repeats. The caller must not hold the request."""
+    service = call.service
     wants_receipt = call.wants_receipt(request)
     model = service.check_model(request.model)
     refuse_unsupported(request)
+    calls = asked_calls(request, service.parsers.calls, service.tokenizer)
+    form = asked_grammar(request)
+    if calls is not None and form is not None:
+        words = f"A tool_choice that demands a call cannot be combined with {form.param}."
+        raise InvalidRequestError(words, param="tool_choice")
+    asked = calls or form
     with service.admit_generation(call.info, request, 1):
         (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
-        telling = telling_of(request, service.parsers, service.tokenizer, token_ids)
-        if telling is None or telling.calls == NONE:
+        grammar, parsers = "", service.parsers
+        if asked is not None:
+            thoughts = thoughts_before(service, request, token_ids)
+            grammar = await make_grammar(call, asked, thoughts)
+            if thoughts == BARRED:  # what looks like one is what was asked for
+                parsers = parsers._replace(reasoning=NONE)
+            if calls is None:  # all of the answer is
+                parsers = parsers._replace(calls=NONE)
+        telling = telling_of(request, parsers, service.tokenizer, token_ids)
+        if (telling is None or telling.calls == NONE) and not grammar:
             request = _with_marks_of_calls(request)
-        request = without_prompt(request)
+        request = without_prompt(request, grammar)
         prompts = [(token_ids, "")]
-        await generate(call, request, prompts, headers, model=model, wants_receipt=wants_receipt, telling=telling)
+        await generate(call, request, prompts, headers, Manner(model, wants_receipt, telling, echo))
 
 
 def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> RenderJob:
@@ -59,16 +80,13 @@ def _with_marks_of_calls(request: ChatRequest) -> ChatRequest:
 
 
 def refuse_unsupported(request: ChatRequest) -> None:
-    """Refuse what would need constrained output or other media, rather than answer without it."""
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        raise InvalidRequestError("Only response_format of type 'text' is supported yet.", param="response_format")
-    refuse_tool_choice(request)
+    """Refuse what would need other media, rather than answer without it."""
     if request.modalities != ["text"]:
         raise InvalidRequestError("Only the modality 'text' is supported.", param="modalities")
 
 
-def refuse_tool_choice(request: ChatRequest | TokenizeRequest) -> None:
-    """Refuse one that would need constrained output."""
+def refuse_tool_choice(request: TokenizeRequest) -> None:
+    """Refuse one that a prompt by itself says nothing of."""
     if request.tool_choice not in (None, "auto", "none"):
         raise InvalidRequestError("Only tool_choice 'auto' and 'none' are supported yet.", param="tool_choice")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
+from gateway.asked_grammar import asked_grammar, make_grammar
 from gateway.routes.endpoint import Call
-from gateway.routes.generate import generate
+from gateway.routes.generate import Manner, generate
 from gateway.schemas import MAX_PROMPTS, CompletionRequest, too_many_prompts, without_prompt
 from gateway.text_jobs import DecodeJob, EncodeJob, pack_ids
 
@@ -20,11 +21,13 @@ async def completions(call: Call) -> None:
     wants_receipt = call.wants_receipt(request)
     model = service.check_model(request.model)
     prompts = split_prompts(request.prompt)
+    asked = asked_grammar(request)
     with service.admit_generation(call.info, request, len(prompts)):
         encoded = await _encode(call, request, prompts)
         del prompts
-        request = without_prompt(request)
-        await generate(call, request, encoded, headers, model=model, wants_receipt=wants_receipt)
+        grammar = "" if asked is None else await make_grammar(call, asked)
+        request = without_prompt(request, grammar)
+        await generate(call, request, encoded, headers, Manner(model, wants_receipt))
 
 
 def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:

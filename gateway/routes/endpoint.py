@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.body import ClientGone, read_json
 from gateway.context import RequestInfo, request_info
 from gateway.errors import ApiError, to_api_error
-from gateway.schemas import Body, GenerationRequest, parse
+from gateway.schemas import Body, ChoicesRequest, GenerationRequest, parse
 from gateway.service import GatewayService
 from gateway.slices import to_json
 from gateway.text_jobs import DecodeJob, EncodeJob, Job, RenderJob, unpack_ids
@@ -82,12 +82,16 @@ class Call:
             limit = min(limit, float(value))
         self.info.time_limit = limit
 
-    def wants_receipt(self, request: GenerationRequest) -> bool:
+    def wants_receipt(self, request: ChoicesRequest) -> bool:
         """Asked for in the body or by a header, which clients can set that know the API's fields alone."""
+        return self.receipt_header() or request.receipt
+
+    def receipt_header(self) -> bool:
+        """Whether that asks for one. Raises `InvalidRequestError`."""
         asked = self._values_of(_RECEIPT)
         if any(value not in (b"true", b"false") for value in asked):
             raise InvalidRequestError(f"The header {RECEIPT_HEADER} must be true or false.", param=RECEIPT_HEADER)
-        return request.receipt or b"true" in asked
+        return b"true" in asked
 
     def _values_of(self, header: bytes) -> list[bytes]:
         if header not in self.info.fields:

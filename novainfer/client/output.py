@@ -45,13 +45,16 @@ class TokenLogprob:
 class ChoiceDelta:
     """What one `ChoiceOutput.push` adds. `stop_reason`: the stop string, or the stop id that is no end of text.
 
-    text: without the reasoning and the calls that a parser takes out of it.
+    text: without the reasoning and the calls that a parser takes out of it. num_calls_first: those of `calls` that came
+    before the first of the text. num_ended: calls of the choice all of whose arguments have come; 0: nothing is new.
     """
 
     choice: int
     text: str = ""
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+    num_calls_first: int = 0
+    num_ended: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -66,9 +69,12 @@ class _Told:
     contents: list[str]
     thoughts: list[str]
     calls: list[CallDelta]
+    num_calls_first: int | None = None  # None: no text has come
 
     def add(self, parts: Parts) -> None:
         """The next ones."""
+        if parts.content and self.num_calls_first is None:
+            self.num_calls_first = len(self.calls)
         self.contents.append(parts.content)
         self.thoughts.append(parts.reasoning)
         self.calls += parts.calls
@@ -152,6 +158,9 @@ class ChoiceOutput:
         told = _Told([], [], delta.calls)
         self._push(output, delta, told)
         delta.text, delta.reasoning = "".join(told.contents), "".join(told.thoughts)
+        delta.num_calls_first = told.num_calls_first or 0
+        if self._parser is not None:
+            delta.num_ended = self._parser.num_ended
         return delta
 
     def _push(self, output: TokenOutput, delta: ChoiceDelta, told: _Told) -> None:

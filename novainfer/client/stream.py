@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from novainfer.errors import EngineError
+from novainfer.errors import EngineError, InvalidRequestError
 from novainfer.protocol.merge import merge_outputs, merge_prompt_logprobs
-from novainfer.protocol.messages import FINISH_ERROR, PromptLogprobs, TokenOutput
+from novainfer.protocol.messages import FINISH_ERROR, FINISH_REFUSED, PromptLogprobs, TokenOutput
 
 StreamItem = TokenOutput | PromptLogprobs
 
@@ -130,8 +130,11 @@ class RequestStream:
 
     def _next(self) -> StreamItem:
         item = _merge(self._pending.pop(self._order.popleft()))
-        if isinstance(item, TokenOutput) and item.finish_reason == FINISH_ERROR:
-            raise EngineError(item.error or "The engine failed on this request.")
+        if isinstance(item, TokenOutput):
+            if item.finish_reason == FINISH_ERROR:
+                raise EngineError(item.error or "The engine failed on this request.")
+            if item.finish_reason == FINISH_REFUSED:
+                raise InvalidRequestError(item.error or "The engine cannot follow this request.")
         return item
 
     def push_token(self, request_id: str, choice: int, index: int, token_id: int) -> None:

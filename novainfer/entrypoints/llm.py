@@ -22,7 +22,8 @@ from novainfer.entrypoints.options import OPTIONS, build_config, parse_yaml_valu
 from novainfer.errors import ConfigError, InvalidRequestError
 from novainfer.executor.base import OwnExecutor
 from novainfer.protocol.messages import AddRequest, Logprobs, TokenOutput
-from novainfer.sampling.params import MAX_SEED, SamplingParams
+from novainfer.sampling.grammars import check_grammar
+from novainfer.sampling.params import MAX_SEED, SamplingParams, validate
 from novainfer.text.chat_template import ChatTemplate
 from novainfer.text.tokenizer import Tokenizer
 
@@ -166,6 +167,8 @@ class LLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"sampling_params are SamplingParams, not {type(params).__name__}")
+        if params.grammar:
+            self._check_grammar(params)
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(MAX_SEED))
         token_ids = self.tokenizer.encode(_checked_text(prompt)) if isinstance(prompt, str) else _checked_ids(prompt)
@@ -177,6 +180,13 @@ class LLM:
         choices = [ChoiceOutput(self.tokenizer, params, c, after_prompt=after_prompt) for c in range(params.n)]
         self._live[message.request_id] = _Live(message, choices, on_token, [[] for _ in choices])
         return message.request_id
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        validate(params, vocab_size=self._executor.info.vocab_size)
+        try:
+            check_grammar(params.grammar, self.tokenizer.special_texts)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message, param="grammar") from None
 
     def step(self) -> list[dict[str, Any]]:
         """Run the engine until one step has come back; returns the requests that ended with it.

@@ -23,6 +23,7 @@ FINISH_STOP = "stop"
 FINISH_LENGTH = "length"
 FINISH_CANCELLED = "cancelled"
 FINISH_ERROR = "error"
+FINISH_REFUSED = "refused"  # an error that is the request's own, found while it ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class TokenOutput:
     stop_token_id: int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    error: str | None = None  # text for finish_reason "error"
+    error: str | None = None  # text for the finish reasons "error" and "refused"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,12 @@ from novainfer.sampling.params import SamplingParams
 
 KEY_BYTES = 32  # of a chain key
 
+# Why there is no token for a row though its logits were finite; see `StepResult.refused`. Of the first two its request
+# is to blame.
+RULED_OUT = "ruled out"  # by all of its rules together: a grammar, allowed and banned tokens
+GIVEN_UP = "given up"  # a grammar that is too complex, or takes too much time
+NOT_FOLLOWED = "not followed"  # a grammar that nobody can follow here
+
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
@@ -110,7 +116,7 @@ class StepResult:
     """From rank 0: what the step sampled. `rows` are the plan's rows that sampled, in the plan's order.
 
     A row with drafts stands there once for each of its tokens. num_drafted: empty, or for each entry of the plan's
-    `num_drafts` how many drafts there were.
+    `num_drafts` how many drafts there were. refused: those of the bad rows whose logits were finite, and why.
     """
 
     epoch: int
@@ -119,8 +125,9 @@ class StepResult:
     token_ids: Column  # [len(rows)]
     logprobs: list[Logprobs | None] = field(default_factory=list)  # empty, or [len(rows)]
     prompt_logprobs: list[RowPromptLogprobs] = field(default_factory=list)
-    bad_rows: list[int] = field(default_factory=list)  # rows whose logits were not finite: that request's error
+    bad_rows: list[int] = field(default_factory=list)  # rows without a token: that request's error
     num_drafted: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

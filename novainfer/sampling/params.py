@@ -20,6 +20,7 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_CHARACTERS = 2048  # of all together: each is a state of an automaton (sampling/stop.py)
 MAX_ID_LIST = 4096
 MAX_BIAS = 100.0
+MAX_GRAMMAR_BYTES = 64 * 1024  # in UTF-8
 MAX_SEED = 2**63 - 1
 MIN_TEMPERATURE = 1e-3  # below it, logits divided by it leave float32; 0 is greedy
 
@@ -34,6 +35,7 @@ class SamplingParams:
     None = nothing); `prompt_logprobs` the same for every prompt token after the first.
     The fields that hold several values take any list or tuple, `stop` one string as well; None is none of them.
     Raises `InvalidRequestError` for anything else there; all other types and bounds are checked by `validate`.
+    `grammar` is what the text has to be, in Lark as llguidance reads it (see `grammars`); empty: anything.
     """
 
     n: int = 1
@@ -57,6 +59,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
 
     @property
     def penalises(self) -> bool:
@@ -126,6 +129,8 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
     if params.allowed_token_ids is not None or any(_lists(params)):
         _check_token_ids(params, vocab_size)
         _check_stop_strings(params.stop)
+    if params.grammar != "":
+        _check_grammar(params)
 
 
 @lru_cache(maxsize=1024)
@@ -192,6 +197,20 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequestError("allowed_token_ids leaves no token to choose.", param="allowed_token_ids")
     elif len(set(params.banned_token_ids)) >= vocab_size:
         raise InvalidRequestError("banned_token_ids leaves no token to choose.", param="banned_token_ids")
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    """Of the text, no more than its bounds: what it says is looked at where it is made (`grammars.check_grammar`)."""
+    grammar = params.grammar
+    if not isinstance(grammar, str) or grammar.lstrip().startswith("{"):  # as llguidance's JSON form does
+        raise InvalidRequestError("grammar must be a text in Lark.", param="grammar")
+    if len(grammar) > MAX_GRAMMAR_BYTES or len(grammar.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(f"grammar has more than {MAX_GRAMMAR_BYTES} bytes.", param="grammar")
+    if any("\ud800" <= char <= "\udfff" for char in grammar):
+        raise InvalidRequestError("grammar holds half of a surrogate pair, which is not text.", param="grammar")
+    if params.min_tokens > 0:
+        words = "min_tokens cannot be combined with a grammar, which may leave nothing but an end."
+        raise InvalidRequestError(words, param="min_tokens")
 
 
 def _check_stop_strings(stop: tuple[str, ...]) -> None:

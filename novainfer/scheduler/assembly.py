@@ -16,6 +16,8 @@ from novainfer.scheduler.request import Sequence, by_age
 MAX_PASSED = 4
 # Token ids that a plan's new rows carry before no more rows are added: a few MiB, far below the largest message.
 _MAX_NEW_IDS_PER_PLAN = 500_000
+# Different grammars that they bring: rank 0 builds each, in some 50 ms at most, and all rows of the step wait for that.
+MAX_NEW_GRAMMARS = 2
 # While several tenants are present, prompts get this part of a step's tokens, so that steps are short, and those of one
 # tenant its share of it; but never less than the other part, where steps would be short for nothing.
 _CROWDED_PART = 1 / 4
@@ -82,6 +84,7 @@ class StepAssembly:
         self._excess: dict[str, float] = {}  # tenants far above their share, while there are others
         self._yielding: set[str] = set()  # those of them that make way, in this step
         self._drafts: dict[int, int] = {}  # see `Drafting.choose`
+        self._new_grammars: set[str] = set()  # that rows bring which start with this step
 
     def schedule_alone(self, suspect: Sequence) -> bool:
         """A step for this sequence and no other; False if it has to wait for rows or blocks like any other."""
@@ -279,14 +282,25 @@ class StepAssembly:
                 return
 
     def _may_start(self, sequence: Sequence) -> bool:
-        """Whether rows and tokens allow it.
+        """Whether rows, tokens and grammars allow it.
 
         A preempted sequence may still have tokens in flight: its row is made from known tokens only.
         """
         if sequence.num_pending or self._chunk_room(sequence.tenant) <= 0:
             return False
         tenant = self._shares.of(sequence.tenant)
-        return self._rows.num_free > self._shares.rows_kept_free(tenant, self._rows.num_rows)
+        if self._rows.num_free <= self._shares.rows_kept_free(tenant, self._rows.num_rows):
+            return False
+        return not sequence.params.grammar or self._may_bring(sequence.params.grammar)
+
+    def _may_bring(self, grammar: str) -> bool:
+        """Whether rank 0 has it already, for another row, or gets few others with this step."""
+        if grammar in self._new_grammars or any(s.params.grammar == grammar for s in self._rows.running):
+            return True
+        if len(self._new_grammars) >= MAX_NEW_GRAMMARS:
+            return False
+        self._new_grammars.add(grammar)
+        return True
 
     def _most_beside_decodes(self) -> int:
         """Prompt tokens of this step that do not make its decodes wait long for the next one."""

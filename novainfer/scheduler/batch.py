@@ -10,11 +10,20 @@ from typing import TypeVar
 from novainfer.errors import EngineError
 from novainfer.kv.prefix_index import IndexChanges
 from novainfer.protocol.columns import Column, column
-from novainfer.protocol.messages import PromptLogprobs, TokenOutput
-from novainfer.protocol.step import NewRow, StepPlan, StepResult
+from novainfer.protocol.messages import FINISH_ERROR, FINISH_REFUSED, PromptLogprobs, TokenOutput
+from novainfer.protocol.step import GIVEN_UP, NOT_FOLLOWED, RULED_OUT, NewRow, StepPlan, StepResult
 from novainfer.scheduler.request import Sequence
 
 T = TypeVar("T")
+NOT_FINITE = FINISH_ERROR, "The model's output was not finite."
+_REFUSALS = {
+    RULED_OUT: (
+        FINISH_REFUSED,
+        "The request's own rules (its grammar, allowed tokens, banned ones) leave no token to choose.",
+    ),
+    GIVEN_UP: (FINISH_REFUSED, "The grammar is too complex, or takes too much time, to be followed any further."),
+    NOT_FOLLOWED: (FINISH_ERROR, "This server cannot follow the request's grammar."),
+}
 _FEW = 4  # to look each of them up, or to take it out, costs less than to make a table, or to pick all others
 
 
@@ -83,10 +92,17 @@ class StepRecord:
         self.sampled_others.extend(_places_of(rows, self.sampled_rows))
 
     def not_finite(self, result: StepResult) -> list[Sequence]:
-        """Those whose logits were not."""
+        """Those whose logits were not, or left no token to choose."""
         if not result.bad_rows:
             return []
         return [s for s, row in zip(self.sequences, self.rows, strict=True) if row in result.bad_rows]
+
+    def why_bad(self, sequence: Sequence, result: StepResult) -> tuple[str, str]:
+        """How a sequence ends that is one of those: the finish reason, and words for its client; or `NOT_FINITE`."""
+        if not result.refused:
+            return NOT_FINITE
+        row = self.rows[next(i for i, other in enumerate(self.sequences) if other is sequence)]
+        return _REFUSALS.get(result.refused.get(row, ""), NOT_FINITE)
 
     def confirm(self, block_size: int, steady: list[Sequence]) -> list[Sequence]:
         """What the others have computed in it is there. Returns those that run and have filled a block by it, together

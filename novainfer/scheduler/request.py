@@ -196,7 +196,7 @@ def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bo
     eos = () if params.ignore_eos else tuple(message.eos_token_ids)
     stop_token_ids = frozenset((*params.stop_token_ids, *eos))
     root = root_key(message.tenant, message.cache_salt)
-    may_draft = may_draft and not params.penalises
+    may_draft = may_draft and not params.penalises and not params.grammar
     use_cache = message.use_prefix_cache and params.prompt_logprobs is None
     prompt = column(message.prompt_token_ids)
     for choice in range(params.n):

@@ -26,7 +26,7 @@ from novainfer.protocol.messages import (
 from novainfer.protocol.step import StepPlan, StepResult
 from novainfer.scheduler.admission import check_request
 from novainfer.scheduler.assembly import StepAssembly, members_alone
-from novainfer.scheduler.batch import PlainTokens, StepBatch, StepOutputs, StepRecord
+from novainfer.scheduler.batch import NOT_FINITE, PlainTokens, StepBatch, StepOutputs, StepRecord
 from novainfer.scheduler.deadlines import Deadlines
 from novainfer.scheduler.drafted import take_drafts
 from novainfer.scheduler.drafting import Drafting
@@ -41,7 +41,6 @@ from novainfer.scheduler.timing import Timing
 from novainfer.scheduler.totals import Totals
 
 _RETRY_AFTER_S = 1.0  # before anything was measured
-_NOT_FINITE = "The model's output was not finite."
 _QUARANTINED = "This request made the engine fail again and again; it was given up (quarantined)."
 
 
@@ -303,9 +302,11 @@ class Scheduler:
         prompt_logprobs = record.prompt_logprobs(result)
         plain, others = self._take_tokens(sampled, record, result, bad)
         for sequence in bad:
-            self.kv.forget(sequence.table)  # no other request may find what it computed
+            reason, words = end = record.why_bad(sequence, result)
+            if end == NOT_FINITE:
+                self.kv.forget(sequence.table)  # no other request may find what it computed
             if not sequence.finished:
-                others.append(self._end(sequence, FINISH_ERROR, error=_NOT_FINITE))
+                others.append(self._end(sequence, reason, error=words))
         self._rows.index(full)
         return StepOutputs(plain, others, prompt_logprobs)
 
@@ -340,8 +341,7 @@ class Scheduler:
                 continue
             if reason is not None:
                 self._finish(sequence, reason)
-            logprobs = None if entry is None else [entry]
-            others.append(sequence.output(index, [token_id], reason, logprobs=logprobs))
+            others.append(sequence.output(index, [token_id], reason, logprobs=None if entry is None else [entry]))
         self.totals.generation_tokens += len(sampled) - num_ignored
         return plain.without(set(places) - told), others
 

@@ -31,6 +31,7 @@ MAX_RENDERED_CHARS = 16 * 1024 * 1024
 _DEADLINE = "_novainfer_deadline"
 _MARK = "\ue000here the answer goes on\ue000 "  # its last character shows whether a template trims what it shows
 _ANSWER = ("content", "refusal", "tool_calls", "function_call", "reasoning_content", "reasoning")  # an assistant's
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _ASKS_FOR_NONE = re.compile(r"\bis\s+(not\s+)?none\b", re.IGNORECASE)
 _KNOWS_FUNCTION = re.compile(r"""\brole\W+(==|in)\W[^%}]*['"]function['"]""")  # as a role
 # What a template sees under these names comes from us, never from a request.
@@ -248,7 +249,12 @@ def _text_of_part(part: Any, kinds: tuple[str, ...], where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("refusal" if kind == "refusal" else "text") if kind in kinds else None
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{where}.content: only text is supported.", param="messages")
+        words = f"{where}.content: only text is supported."
+        if kind in kinds:
+            words = f"{where}.content: a part of the type {kind} must have its text."
+        elif kind in _TEXT_PARTS:
+            words = f"{where}.content: a message of this role has parts of the types {', '.join(kinds)}, not {kind}."
+        raise InvalidRequestError(words, param="messages")
     return text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from novainfer.text.parts import NONE, Parsers, choose_parsers, ends_inside
+from novainfer.text.parts import ALLOWED, BARRED, BEGUN, NONE, Parsers, choose_parsers, ends_behind, ends_inside
 from novainfer.text.reasoning import CLOSE, OPEN
 from novainfer.text.templates import read_template
 from novainfer.text.tokenizer import Tokenizer
@@ -28,6 +28,25 @@ def begins_inside(reasoning: str, tokenizer: Tokenizer, prompt_token_ids: Sequen
     """
     if reasoning == NONE:
         return False
-    count = _MESSAGE_END if is_continued else _PROMPT_END
-    end = tokenizer.decode(prompt_token_ids[-count:], skip_special_tokens=False)
-    return end.rfind(OPEN) > end.rfind(CLOSE) if is_continued else ends_inside(end)
+    return _has_begun(tokenizer, prompt_token_ids, is_continued=is_continued)
+
+
+def thoughts_after(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, is_continued: bool) -> str:
+    """Whether an answer may think first: ALLOWED, BEGUN by the prompt, or BARRED, since the prompt has ended a thought.
+
+    is_continued: the prompt ends with the beginning of the answer.
+    """
+    if _has_begun(tokenizer, prompt_token_ids, is_continued=is_continued):
+        return BEGUN
+    return BARRED if is_continued or ends_behind(_end_of(prompt_token_ids, tokenizer, _PROMPT_END)) else ALLOWED
+
+
+def _has_begun(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, is_continued: bool) -> bool:
+    if not is_continued:
+        return ends_inside(_end_of(prompt_token_ids, tokenizer, _PROMPT_END))
+    end = _end_of(prompt_token_ids, tokenizer, _MESSAGE_END)
+    return end.rfind(OPEN) > end.rfind(CLOSE)
+
+
+def _end_of(prompt_token_ids: Sequence[int], tokenizer: Tokenizer, count: int) -> str:
+    return tokenizer.decode(prompt_token_ids[-count:], skip_special_tokens=False)

@@ -16,6 +16,7 @@ from novainfer.text.tool_calls import CALL_FORMS, CallSplitter
 AUTO, NONE, THINK = "auto", "none", "think"
 TOOL_CALL_PARSERS = (AUTO, NONE, *CALL_FORMS)
 REASONING_PARSERS = (AUTO, NONE, THINK)
+ALLOWED, BEGUN, BARRED = "allowed", "begun", "barred"  # whether an answer may think before it says what it has to
 TOLD, DROPPED, KEPT = "told", "dropped", "kept"  # what becomes of reasoning; kept: in the content, as it is
 
 
@@ -86,6 +87,11 @@ class PartsParser:
         return not self._calls.is_cut or not (self._telling.is_parallel or self._calls.count == 1)
 
     @property
+    def num_ended(self) -> int:
+        """Calls all of whose arguments have come."""
+        return 0 if self._calls is None else self._calls.count - self._calls.is_cut
+
+    @property
     def is_over(self) -> bool:
         """All further text is content."""
         return (self._thought is None or self._thought.is_over) and (self._calls is None or self._calls.is_over)
@@ -142,6 +148,11 @@ def _form_of(source: str) -> str:
         return "mistral"
     instructs = '{"name": function name, "parameters":' in source
     return "llama3_json" if instructs or "<|python_tag|>" in source else NONE
+
+
+def ends_behind(prompt_end: str) -> bool:
+    """Whether a prompt with this end has ended a thought."""
+    return prompt_end.rstrip().endswith(CLOSE)
 
 
 def ends_inside(prompt_end: str) -> bool:

@@ -105,6 +105,11 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """How the special tokens are spelled, in the order of their ids."""
+        return tuple(text for i in sorted(self.special_ids) if (text := self.token(i)))
+
     def special_ids_of(self, texts: Iterable[str]) -> dict[int, str]:
         """Those of these texts that are special tokens, by their ids."""
         found = {self.token_id(text): text for text in texts}
@@ -113,6 +118,13 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for by itself; may be part of a character."""
         return self._token_bytes(token_id)
+
+    def all_token_bytes(self) -> list[bytes]:
+        """`token_bytes` of every id [vocab_size]; nothing for those that the vocabulary lacks."""
+        found = [b""] * self.vocab_size
+        for token, token_id in self._backend.get_vocab(with_added_tokens=True).items():
+            found[token_id] = self.pieces.bytes_of(token)
+        return found
 
     @property
     def whole_text(self) -> Callable[[int], str | None]:

@@ -37,6 +37,9 @@ def _completion(text: str, **options: Any) -> tuple[str, dict[str, Any]]:
     return COMPLETIONS, {"prompt": text, "ignore_eos": True, **options}
 
 
+# Of so many words that an answer has no end before `LENGTH`.
+_WORDS = {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 50}
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "words", "schema": _WORDS}}
 REQUESTS = [
     _chat("What is NovaInfer?", temperature=0, logprobs=True, top_logprobs=2),
     _chat("Hello!", temperature=1.0, seed=3, n=3, top_p=0.95),
@@ -46,6 +49,7 @@ REQUESTS = [
     _completion("NovaInfer is a server", temperature=0, echo=True, logprobs=1),
     _completion("One, two, three", temperature=1.0, seed=21, prompt_logprobs=1, repetition_penalty=1.1, stream=False),
     _completion("A" * 200, temperature=0.9, seed=13, n=2, min_p=0.01),
+    _chat("Give me JSON.", temperature=1.0, seed=6, n=2, response_format=_FORMAT, frequency_penalty=0.2),
 ]
 
 

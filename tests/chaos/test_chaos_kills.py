@@ -230,7 +230,9 @@ def test_given_no_disturbance_when_run_again_then_the_answers_say_enough_to_comp
     assert undisturbed.answers == run(undisturbed.server, lambda streams: None)
     assert all(len(ids) <= LENGTH for answer in undisturbed.answers for ids in answer.token_ids.values())
     reasons = [answer.finish_reasons for answer in undisturbed.answers]
-    assert [len(ends) for ends in reasons] == [1, 3, 1, 1, 1, 1, 1, 2]
+    assert [len(ends) for ends in reasons] == [1, 3, 1, 1, 1, 1, 1, 2, 2]
+    assert set(reasons[-1].values()) == {"length"}  # the one with a schema, in the midst of it
+    assert all(text.startswith("[") for text in undisturbed.answers[-1].text.values())
     assert all(undisturbed.answers[number].logprobs[0] for number in (0, 3, 5))
     assert undisturbed.answers[6].others
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from novainfer.errors import EngineError, InvalidRequestError, OverloadedError
 from novainfer.protocol.codec import MAX_MESSAGE_BYTES
 from novainfer.protocol.columns import column
-from novainfer.protocol.messages import Logprobs
-from novainfer.protocol.step import WORKER_SCHEMA, RowPromptLogprobs, StepResult
+from novainfer.protocol.messages import Logprobs, TokenOutput
+from novainfer.protocol.step import GIVEN_UP, NOT_FOLLOWED, RULED_OUT, WORKER_SCHEMA, RowPromptLogprobs, StepResult
 from novainfer.sampling.params import SamplingParams
+from novainfer.scheduler.batch import StepOutputs
 from novainfer.scheduler.request import Request, Sequence
 from tests.engine.engine_driver import Driver, make_message
 from tests.oracle import OracleExecutor, oracle_stream
@@ -45,6 +46,21 @@ def test_given_one_request_when_run_then_its_tokens_are_the_oracle_s() -> None:
     driver.run()
     assert driver.streams["a", 0] == expected(prompt_of(11))
     assert driver.ends["a", 0] == "length"
+    assert_clean(driver)
+
+
+def test_given_many_grammars_when_they_start_then_each_step_begins_few_of_them_but_any_number_of_rows() -> None:
+    driver = Driver(OracleExecutor(max_num_seqs=16))
+    for name, grammar in {"a": "start: A", "b": "start: B", "c": "start: C", "d": "start: D", "e": "start: A"}.items():
+        driver.add(name, prompt_of(3), n=2, grammar=grammar)
+    driver.add("f", prompt_of(3))
+    driver.run()
+    started = [[(row.params.grammar, row.choice) for row in plan.new_rows] for plan in driver.executor.plans]
+    # The second choices start behind the first ones' prompt: their grammars are there, and count no more.
+    assert started[0] == [("start: A", 0), ("start: B", 0)]
+    assert started[1] == [*((f"start: {x}", i) for x, i in (("A", 1), ("B", 1), ("C", 0), ("D", 0), ("A", 0))), ("", 0)]
+    assert started[2] == [("start: C", 1), ("start: D", 1), ("start: A", 1)]
+    assert set(driver.ends) == {(name, choice) for name in "abcde" for choice in range(2)} | {("f", 0)}
     assert_clean(driver)
 
 
@@ -241,6 +257,50 @@ def test_given_a_row_that_is_not_finite_when_sampled_then_only_its_choice_ends()
     assert driver.ends == {("bad", 0): "error", ("good", 0): "length"}
     assert driver.streams["good", 0] == expected(prompt_of(4))
     assert_clean(driver)
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        (RULED_OUT, "leave no token"),
+        (GIVEN_UP, "too complex"),
+        (NOT_FOLLOWED, "cannot follow the request's grammar"),
+        ("else", "finite"),
+    ],
+)
+def test_given_a_row_without_a_token_when_its_request_is_to_blame_then_it_is_refused_and_no_other(
+    why: str, words: str
+) -> None:
+    driver = Driver(OracleExecutor())
+    scheduler, ends = driver.engine.scheduler, list[TokenOutput]()
+    update = scheduler.update
+
+    def blame(result: StepResult) -> StepOutputs:
+        result.refused = dict.fromkeys(result.bad_rows[:1], why)
+        outputs = update(result)
+        ends.extend(output for output in outputs.others if output.finish_reason)
+        return outputs
+
+    scheduler.update = blame  # type: ignore[method-assign]
+    for name, length in (("refused", 3), ("bad", 4), ("good", 5)):
+        driver.add(name, prompt_of(length))
+    driver.executor.bad_rows = {0, 1}
+    driver.run()
+    reason = "error" if why in (NOT_FOLLOWED, "else") else "refused"
+    assert driver.ends == {("refused", 0): reason, ("bad", 0): "error", ("good", 0): "length"}
+    assert words in str(ends[0].error)
+    assert "not finite" in str(ends[1].error)
+    assert scheduler.totals.by_reason == (
+        {"error": 2, "length": 1} if reason == "error" else {"refused": 1, "error": 1, "length": 1}
+    )
+    assert driver.streams["good", 0] == expected(prompt_of(5))
+    assert_clean(driver)
+    driver.executor.bad_rows = set(range(8))
+    for name in ("long", "again"):
+        driver.add(name, prompt_of(12, 5))
+        driver.run()
+    rows = [row for plan in driver.executor.plans for row in plan.new_rows]
+    assert (rows[-1].num_computed_tokens > 0) == (why != "else")  # its numbers were right: they may be reused
 
 
 def test_given_a_row_that_is_not_finite_when_its_prompt_comes_again_then_nothing_of_it_is_reused() -> None:

@@ -12,6 +12,7 @@ and log-probabilities must be equal, not close.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -23,6 +24,7 @@ import torch
 from novainfer.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from novainfer.engine.core import EngineCore
 from novainfer.protocol.messages import AddRequest, Logprobs, PromptLogprobs, TokenOutput
+from novainfer.sampling.grammars import CHOICE, JSON, REGEX, Thoughts, make_grammar
 from novainfer.sampling.params import SamplingParams
 from workers.local_executor import LocalExecutor
 
@@ -30,6 +32,15 @@ MAX_MODEL_LEN = 512
 LENGTHS = (1, 2, 15, 16, 17, 60, 200)  # tokens of prompts
 # Contexts of several chunks of 256 tokens, in which decode attention on a GPU takes partial sums.
 LONG_LENGTHS = (60, 240, 255, 256, 257, 300, 370)
+_PERSON = """{"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"},
+"tags": {"type": "array", "items": {"enum": ["a", "bc"]}}}, "required": ["name", "age", "tags"]}"""
+GRAMMARS = (
+    make_grammar(JSON, _PERSON, None),
+    make_grammar(JSON, "{}", Thoughts("<think>", "</think>", are_special=False, is_inside=False)),
+    make_grammar(REGEX, "[A-Z][a-z]+( [a-z]+){3,9}[.!?]", None),
+    make_grammar(CHOICE, json.dumps(["yes", "no", "perhaps, but it is hard to say"]), None),
+    'start: "(" start ")" start | /[0-9]+/',
+)
 _MAX_STEPS = 200_000
 _REFERENCES_SHARE = 0.5  # of the time, where that is limited: after it there are as many cases as have references
 
@@ -135,6 +146,9 @@ def _params(rng: random.Random, vocab_size: int) -> SamplingParams:
         "logprobs": sometimes(rng.choice((0, 1, 5)), None, 0.6),
         "prompt_logprobs": sometimes(2, None, 0.15),
     }
+    grammar = sometimes(rng.choice(GRAMMARS), "", 0.3)
+    if grammar:
+        drawn |= {"grammar": grammar, "min_tokens": 0}
     return SamplingParams(**drawn)  # type: ignore[arg-type]
 
 
@@ -243,7 +257,7 @@ def _resume(case: AddRequest, references: Answers, rng: random.Random) -> AddReq
     emitted = []
     for choice in range(case.params.n):
         tokens = references[case.request_id, choice].token_ids
-        emitted.append(tokens[: rng.randint(0, len(tokens) - 1)])
+        emitted.append(tokens[: rng.randint(0, max(len(tokens) - 1, 0))])  # a grammar may leave no first one
     return replace(case, emitted=emitted)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -370,3 +371,17 @@ def test_given_an_end_token_beyond_the_logits_when_loaded_then_requests_run_all_
     finally:
         (checkpoint / "generation_config.json").unlink()
     assert results[0]["finish_reason"] == "length"
+
+
+def test_given_a_grammar_when_generated_then_texts_follow_it_and_a_wrong_one_is_refused_before_anything_runs() -> None:
+    with LLM("demo", num_blocks=64, max_num_seqs=8) as model:
+        form = SamplingParams(temperature=1.5, seed=2, n=3, max_tokens=20, grammar="start: /[0-9]{3}-(a|b)+/")
+        results = model.generate(["One, two", "Hello!"], [form, replace(form, seed=5)], use_tqdm=False)
+        texts = [choice["text"] for result in results for choice in result["choices"]]
+        assert all(re.fullmatch("[0-9]{3}-[ab]+", text) for text in texts), texts
+        assert model.generate("Hello!", replace(form, seed=5), use_tqdm=False)[0]["choices"] == results[1]["choices"]
+        for wrong in ("start: nothing", "start: <|nope|>", 5, '{"grammars": []}'):
+            with pytest.raises(InvalidRequestError) as caught:
+                model.generate(["a", "b"], [SamplingParams(), SamplingParams(grammar=wrong)])  # type: ignore[arg-type]
+            assert caught.value.param == "grammar"
+        assert model.is_finished()

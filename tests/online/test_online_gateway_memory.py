@@ -58,7 +58,13 @@ def over_its_time(pair: Pair) -> None:
     pair.scheduler.tokens_before_pause = None
 
 
-REQUESTS = [whole, streamed, streamed_chat, refused_by_the_scheduler, left_by_its_client, over_its_time]
+def responses(pair: Pair) -> None:
+    body = {"input": "words", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    assert pair.post("/v1/responses", body).json()["status"] == "completed"
+    assert "response.completed" in pair.post("/v1/responses", {**body, "stream": True}).text
+
+
+REQUESTS = [whole, streamed, streamed_chat, responses, refused_by_the_scheduler, left_by_its_client, over_its_time]
 
 
 @pytest.mark.parametrize("request_one", REQUESTS)
@@ -78,6 +84,7 @@ JUNK = {"junk": [{MARK: []} for _ in range(100)]}
 PROMPTS: list[tuple[str, dict[str, object]]] = [
     ("/v1/completions", {**BODY, **JUNK, "stream_options": {"include_usage": True, **JUNK}}),
     ("/v1/chat/completions", {**JUNK, "messages": [{"role": "user", "content": "words", **JUNK}]}),
+    ("/v1/responses", {**JUNK, "input": [{"role": "user", "content": "words", **JUNK}]}),
 ]
 
 
@@ -93,9 +100,12 @@ def test_given_a_stream_that_is_not_at_its_end_when_looked_at_then_what_its_prom
     pair.say("one two three four")
     pair.scheduler.tokens_before_pause = 2
     before = num_marked()  # the bodies themselves
-    with pair.http.stream("POST", path, json={**body, "stream": True, "max_tokens": 8}) as response:
+    is_response = path == "/v1/responses"
+    most = {"max_output_tokens" if is_response else "max_tokens": 8}
+    with pair.http.stream("POST", path, json={**body, "stream": True, **most}) as response:
         events = response.iter_lines()
-        assert next(events).startswith("data: ")
+        assert next(events).startswith("event: " if is_response else "data: ")
         assert num_marked() == before
         pair.scheduler.tokens_before_pause = None
-        assert [line for line in events if line][-1] == "data: [DONE]"
+        last = [line for line in events if line][-1]
+        assert last == "data: [DONE]" or (is_response and '"status":"incomplete"' in last)

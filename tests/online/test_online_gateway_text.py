@@ -54,10 +54,10 @@ LONG = {**SHORT, "user": "x" * LONG_BODY}
 CUBIC = said("cubic", *["x"] * 2000)
 
 
-def all_processes(scheduler: ScriptedScheduler, gateway: GatewayThread) -> dict[str, psutil.Process]:
-    """The zygote and both text processes, of which one may just be being replaced."""
+def all_processes(scheduler: ScriptedScheduler, gateway: GatewayThread, count: int = 3) -> dict[str, psutil.Process]:
+    """The zygote and the text processes, of which one may just be being replaced."""
     found: list[dict[str, psutil.Process]] = []
-    scheduler.wait_for(lambda: found.append(gateway.text_processes()) is None and len(found[-1]) == 3)
+    scheduler.wait_for(lambda: found.append(gateway.text_processes()) is None and len(found[-1]) == count)
     return found[-1]
 
 
@@ -93,12 +93,12 @@ class Texts(Pair):
         found = {line.split('"')[1]: int(float(line.rpartition(" ")[2])) for line in lines}
         return {reason: count for reason, count in found.items() if count}
 
-    def wait_until_given(self, before: float = 0.0) -> float:
-        """Block until the process for short texts has been given a job, not the one of `before`. When, on its clock."""
+    def wait_until_given(self, before: float = 0.0, lane: int = 0) -> float:
+        """Block until the process of a lane has been given a job, not the one of `before`. When, on its clock."""
         began: list[float] = []
 
         def is_given() -> bool:
-            turn = self.lanes[0].turn
+            turn = self.lanes[lane].turn
             began.append(0.0 if turn is None else turn.began)
             return began[-1] not in (0.0, before)
 
@@ -178,6 +178,23 @@ def test_given_short_texts_that_get_stuck_when_long_ones_come_then_they_are_answ
     assert not stuck.done()
     texts.process("0").resume()
     assert stuck.result().status_code == 200
+    assert texts.lost() == {}
+
+
+def test_given_grammars_that_get_stuck_when_other_texts_come_then_they_are_answered_meanwhile(
+    texts: Texts, pool: ThreadPoolExecutor, stoppable: None
+) -> None:
+    form = {**SHORT, "max_tokens": 3, "structured_outputs": {"choice": ["hello"]}}
+    assert all_processes(texts.scheduler, texts.gateway).keys() == {"zygote", "0", "1"}
+    assert ask(texts, form).status_code == 200
+    all_processes(texts.scheduler, texts.gateway, 4)["2"].suspend()
+    stuck = [pool.submit(ask, texts, body) for body in (form, {**LONG, **form})]
+    texts.wait_until_given(lane=2)
+    texts.scheduler.wait_for(lambda: texts.lanes[2]._lock.num_waiting == 1)
+    assert ask(texts, SHORT).status_code == ask(texts, LONG).status_code == 200
+    assert not any(answer.done() for answer in stuck)
+    all_processes(texts.scheduler, texts.gateway, 4)["2"].resume()
+    assert [answer.result().status_code for answer in stuck] == [200, 200]
     assert texts.lost() == {}
 
 

@@ -160,6 +160,33 @@ def test_given_a_call_when_streamed_then_its_beginning_comes_first_and_nothing_i
         assert streamed(thinker, body | more)[0].plain == plain == ("", "", [("f", ARGUMENTS)], ["tool_calls"])
 
 
+def test_given_a_form_when_the_model_thinks_and_has_tools_then_it_may_think_first_and_all_else_is_content(
+    thinker: Pair,
+) -> None:
+    special = thinker.tokenizer.special_ids_of(MARKS)
+    body = {"messages": HELLO, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    thinker.say(TEXT)
+    for fields, start in (
+        ({}, "start: (opening thought)? body\n"),
+        ({"chat_template_kwargs": {"thinks": True}}, "start: thought body\n"),
+        (
+            {"continue_final_message": True, "messages": [*HELLO, {"role": "assistant", "content": "{"}]},
+            "start: body\n",
+        ),
+    ):
+        said = asked(thinker, {**body, **fields})
+        grammar = thinker.scheduler.added[-1].params.grammar
+        assert grammar.startswith(start)
+        assert ("</think>" in grammar, 'suffix="</think>"' in grammar) == (
+            "thought" in start,
+            "thought" in start and not special,
+        )
+        assert (said.calls, said.ends) == ([], ["stop"])
+        assert '{"name": "g", "arguments": {}}' in said.content
+    asked(thinker, {"messages": HELLO, "tools": TOOLS})
+    assert thinker.scheduler.added[-1].params.grammar == ""
+
+
 TOLD = [("f", ARGUMENTS), ("g", "{}")]
 REST = f"Let me look.\n\n{CALL}{OTHER}"
 

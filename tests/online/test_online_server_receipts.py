@@ -28,8 +28,9 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, QUESTION | {"temperature": 0, "stop": ["e"], "min_tokens": 4, "seed": 1}),
     (TEXT, {"prompt": ["The gateway", "A worker"], "n": 2, "seed": 9, "repetition_penalty": 1.2, "stop": " a"}),
     (TEXT, {"prompt": "NovaInfer is", "seed": -7, "logit_bias": {"300": 2.5}, "ignore_eos": True, "max_tokens": 60}),
+    (CHAT, QUESTION | {"response_format": {"type": "json_object"}, "seed": 3, "n": 2, "max_tokens": 50}),
 ]
-NUM_CHOICES = 1 + 1 + 3 + 1 + 4 + 1
+NUM_CHOICES = 1 + 1 + 3 + 1 + 4 + 1 + 2
 
 
 def receipts_of(answer: dict[str, Any]) -> list[dict[str, Any]]:

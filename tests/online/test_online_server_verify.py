@@ -28,6 +28,7 @@ QUESTION = {"messages": [{"role": "user", "content": "What is NovaInfer?"}]}
 WEATHER = {"messages": [{"role": "user", "content": "What is the weather in Paris?"}]}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": CITY}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
 STOPS = {"n": 4, "seed": 5, "stop": ["e", "o w"], "temperature": 1.5, "max_tokens": 40}
 Body = dict[str, Any]
 REQUESTS: dict[str, tuple[str, Body]] = {
@@ -38,6 +39,9 @@ REQUESTS: dict[str, tuple[str, Body]] = {
     "late stops": (CHAT, QUESTION | STOPS | {"min_tokens": 3}),
     "noise": (CHAT, QUESTION | {"temperature": 3.0, "seed": 11, "ignore_eos": True, "max_tokens": 120, "n": 4}),
     "stop ids": (CHAT, QUESTION | {"stop_token_ids": [32, 260, 300], "include_stop_str_in_output": True, "n": 3}),
+    "schema": (CHAT, WEATHER | {"tools": [TOOL], "response_format": FORMAT, "seed": 2, "n": 2, "max_tokens": 60}),
+    "a call": (CHAT, QUESTION | {"tools": [TOOL], "tool_choice": "required", "seed": 5, "n": 2, "max_tokens": 90}),
+    "choice": (TEXT, {"prompt": ["a", "b"], "structured_outputs": {"choice": ["yes", "no"]}, "seed": 4}),
     "echo": (TEXT, {"prompt": ["The gateway", "A worker  é 漢字 🙂 "], "n": 2, "echo": True, "stop": " a"}),
     "echoed ids": (TEXT, {"prompt": [[300, 301, 0, 1, 2], [310, 5]], "n": 2, "echo": True, "return_token_ids": True}),
     "long echo": (TEXT, {"prompt": "NovaInfer is", "echo": True, "temperature": 4.0, "max_tokens": 80, "logprobs": 2}),

@@ -45,6 +45,7 @@ from tests.safety.table import (
     EOS,
     MESSAGES,
     PROMPT_IDS,
+    RESPONSES,
     Case,
     Missing,
     Outcome,
@@ -54,7 +55,7 @@ from tests.servers import RunningServer
 
 _HEADER = struct.Struct("<QQQ")  # of a packet: link, number, origin
 
-PATHS = {CHAT: "/v1/chat/completions", "text": "/v1/completions"}
+PATHS = {CHAT: "/v1/chat/completions", "text": "/v1/completions", RESPONSES: "/v1/responses"}
 JSON = {"content-type": "application/json"}
 TOGETHER = 12  # HTTP requests in flight
 WITNESS_EVERY = 40  # cases of one connection
@@ -143,8 +144,9 @@ def _send_in_turn(server: RunningServer, door: str, share: Sequence[Case], alone
 
 def body_of(case: Case) -> bytes:
     """The JSON text, with what JSON has no word for written as some clients do."""
-    base: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "seed": 1}
-    base |= {"messages": MESSAGES} if case.door == CHAT else {"prompt": PROMPT_IDS}
+    given = {CHAT: {"messages": MESSAGES}, RESPONSES: {"input": MESSAGES}}.get(case.door, {"prompt": PROMPT_IDS})
+    most = "max_output_tokens" if case.door == RESPONSES else "max_tokens"
+    base: dict[str, Any] = {most: 1, "temperature": 1.0, "seed": 1, **given}
     body = {**base, **case.row.beside, case.row.name: case.value}
     if case.value is Missing.MISSING:
         del body[case.row.name]
@@ -179,8 +181,12 @@ def _is_whole(case: Case, reply: httpx.Response) -> bool:
     """Whether every choice came, and ended for a reason of its own."""
     if reply.headers["content-type"].startswith("text/event-stream"):
         events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+        if case.door == RESPONSES:
+            return '"status":"completed"' in events[-1] or '"status":"incomplete"' in events[-1]
         return events[-1] == "[DONE]" and not any('"error"' in event for event in events)
     answer = reply.json()
+    if case.door == RESPONSES:
+        return answer["status"] in ("completed", "incomplete") and answer["usage"]["output_tokens"] >= 1
     wanted = _num_choices(case)
     reasons = [choice["finish_reason"] for choice in answer["choices"]]
     counted: int = answer["usage"]["completion_tokens"]

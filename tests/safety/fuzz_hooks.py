@@ -16,7 +16,7 @@ from schemathesis import Case, CheckContext, GenerationMode, HookContext, Respon
 EVERY = 250  # cases between two looks
 PATIENCE = 30.0  # seconds until the metrics say so; the engine reports several times a second
 MOST_ITEMS = 300
-LONGEST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 8}
+LONGEST = {"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "n": 8}
 WITNESS = {"prompt": "one", "max_tokens": 8, "temperature": 1, "seed": 5, "return_token_ids": True}
 HELD = (
     "novainfer_gateway_live_requests",
@@ -29,7 +29,8 @@ STEPS = "novainfer_engine_steps_total"
 BETWEEN_FIELDS = {
     "min_tokens", "max_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs", "allowed_token_ids",
     "banned_token_ids", "bad_words", "logit_bias", "continue_final_message", "messages", "prompt", "n", "stop",
-    "best_of", "stream_options", "receipt",
+    "best_of", "stream_options", "receipt", "response_format", "structured_outputs",
+    "tool_choice", "tools", "input", "instructions", "max_output_tokens", "text", "include",
 }  # fmt: skip
 
 
@@ -47,13 +48,16 @@ def before_load_schema(context: HookContext, raw_schema: dict[str, Any]) -> None
 @schemathesis.hook
 def before_call(context: HookContext, case: Case, **kwargs: Any) -> None:
     """What is allowed to be long is made short: thousands of cases have to be answered."""
-    if not isinstance(case.body, dict) or not case.path.endswith("completions"):
+    if not isinstance(case.body, dict) or not case.path.endswith(("completions", "responses")):
         return
     for name, most in LONGEST.items():
         value = case.body.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and most < value < 2048:
             case.body[name] = most
-    if case.body.get("max_tokens") is None and case.body.get("max_completion_tokens") is None:
+    if case.path.endswith("responses"):
+        if case.body.get("max_output_tokens") is None:
+            case.body["max_output_tokens"] = 4
+    elif case.body.get("max_tokens") is None and case.body.get("max_completion_tokens") is None:
         case.body["max_tokens"] = 4
 
 

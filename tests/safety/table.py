@@ -36,8 +36,10 @@ EOS = 633
 MODEL = "demo"
 
 ANY = "*"  # as a `param`
-CHAT, TEXT, ENGINE = "chat", "text", "engine"
-HTTP = (CHAT, TEXT)
+CHAT, TEXT, RESPONSES, ENGINE = "chat", "text", "responses", "engine"
+CHOICES = (CHAT, TEXT)  # with several answers to a request
+TALKS = (CHAT, RESPONSES)
+HTTP = (*CHOICES, RESPONSES)
 PROMPT_IDS = [11, 12, 13]
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 CHAT_PROMPT_TOKENS = 12  # of those messages, rendered
@@ -138,8 +140,13 @@ NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # and what asks for nothing
     "web_search_options": (),
 }
 NOT_IN_TEXT: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "response_format": EMPTY}
+NOT_IN_RESPONSES = (
+    "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "return_token_ids",
+    "receipt", "response_format", "reasoning_effort", "echo", "functions",
+    "context_management", "prompt", "previous_response_id", "conversation",
+)  # fmt: skip
 NOWHERE = (
-    "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds", "structured_outputs",
+    "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds",
     "truncate_prompt_tokens", "use_beam_search", "guided_json", "grammar", "json_schema", "regex", "ebnf",
     "structural_tag", "input_ids", "lora_path", "prompt_token_ids",
 )  # fmt: skip
@@ -184,6 +191,33 @@ def is_tool(tool: dict[str, Any]) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str) and function["name"] != ""
 
 
+def is_format(value: dict[str, Any]) -> bool:
+    if value.get("type") != "json_schema":
+        return value.get("type") in ("text", "json_object")
+    return (value.get("json_schema") or {}) in (
+        {"name": "n", "schema": {}},
+        {"name": "n", "schema": {"type": "integer"}},
+    )
+
+
+RIGHT_OUTPUTS: tuple[dict[str, Any], ...] = (
+    {"json": {}}, {"json": "{}"}, {"json": {"type": "integer"}}, {"regex": "a+"}, {"regex": "\0"}, {"choice": ["a"]},
+    {"choice": [""]}, {"choice": ["a", "<|im_end|>"]}, {"grammar": 'start: "a"'}, {"grammar": "start: <|im_end|>"},
+    {"json": None, "regex": "a"},
+)  # fmt: skip
+OUTPUTS: tuple[dict[str, Any], ...] = (
+    {}, {"json": None}, *RIGHT_OUTPUTS, {"json": []}, {"json": 5}, {"json": "{"}, {"json": "[]"},
+    {"json": {"a": math.nan}}, {"regex": ""}, {"regex": "("}, {"regex": "(?=a)"}, {"regex": "\ud800"}, {"regex": 5},
+    {"choice": []}, {"choice": "a"}, {"choice": [5]}, {"grammar": ""}, {"grammar": "start: x"},
+    {"grammar": "start: <|x|>"},
+    {"grammar": "x" * 70_000}, {"regex": "a", "choice": ["a"]}, {"x": "y"}, {"whitespace_pattern": " "},
+)  # fmt: skip
+
+
+def is_outputs(value: dict[str, Any]) -> bool:
+    return value in RIGHT_OUTPUTS
+
+
 FUNCTIONS = (None, 5, "f", [], {}, {"name": None}, {"name": ""}, {"name": 5}, {"name": "f"}, {"name": "f", "x": [0.5]})
 TOOL = Object(({}, {"name": "f"}, {"type": "x"}, *({"function": function} for function in FUNCTIONS)), is_tool)
 ANY_OBJECT = Object(({}, {"a": None}, {"": []}, {"a": {"b": [0.5, 2**64, 10**400]}}))
@@ -207,6 +241,101 @@ MESSAGE = Object(
     is_message,
 )
 TOO_LONG_CHATS = ([PLAIN] * 8191, [PLAIN] * 8192, [{"role": "user", "content": MEGABYTE_TEXT[: 2**16 - 1]}])
+LOGPROBS = "message.output_text.logprobs"
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+GAVE = {"type": "function_call_output", "call_id": "c", "output": "x"}
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]}
+
+
+def is_item(item: dict[str, Any]) -> bool:
+    """Of a response's input. A part of words is what it is in a chat."""
+    kind, role, content = item.get("type"), item.get("role"), item.get("content")
+    if kind == "function_call":
+        return all(isinstance(item.get(key), str) for key in ("call_id", "name", "arguments"))
+    if kind == "function_call_output":
+        return isinstance(item.get("call_id"), str) and are_words(item.get("output"))
+    if kind == "reasoning":
+        return content is None or (isinstance(content, list) and all(part == THOUGHT["content"][0] for part in content))
+    empty = role == "assistant" and content == []
+    return kind in (None, "message") and role in ROLES[:4] and (empty or are_words(content))
+
+
+def are_words(content: Any) -> bool:
+    if isinstance(content, list) and content:
+        return all(is_part(part) or part == {"type": "input_text", "text": "x"} for part in content)
+    return isinstance(content, str)
+
+
+def is_flat_tool(tool: dict[str, Any]) -> bool:
+    return tool.get("type") == "function" and isinstance(tool.get("name"), str) and tool["name"] != ""
+
+
+def is_text_format(text: dict[str, Any]) -> bool:
+    given = text.get("format")
+    if not isinstance(given, dict | None):
+        return False
+    if given is None or given.get("type") in ("text", "json_object"):
+        return True
+    return given in SCHEMA_FORMATS[:2]
+
+
+def is_reasoning(value: dict[str, Any]) -> bool:
+    effort = value.get("effort")
+    is_effort = isinstance(effort, str | None) and len(effort or "") <= 64
+    return is_effort and value.get("summary") in (None, "auto", "concise", "detailed")
+
+
+def is_metadata(value: dict[str, Any]) -> bool:
+    right = all(len(key) <= 64 and isinstance(text, str) and len(text) <= 512 for key, text in value.items())
+    return right and len(value) <= 16
+
+
+ITEM = Object(
+    (
+        PLAIN, {**PLAIN, "type": "message"}, {**PLAIN, "type": 5}, {**PLAIN, "type": "item_reference"}, {"type": "x"},
+        CALLED, {**CALLED, "call_id": None}, {**CALLED, "name": 5}, {**CALLED, "arguments": {}},
+        {**CALLED, "arguments": "{"}, GAVE, {**GAVE, "output": None},
+        {**GAVE, "output": [{"type": "input_text", "text": "x"}]}, {**GAVE, "output": [5]}, {**GAVE, "call_id": 5},
+        THOUGHT, {**THOUGHT, "content": None}, {**THOUGHT, "content": 5},
+        {**THOUGHT, "content": [{"type": "reasoning_text"}]},
+        *({"role": role, "content": "x"} for role in (*ROLES, "robot", None, 5, ["user"])),
+        *({"role": "user", "content": content} for content in (None, "", "\0", "\ud800", 5, [], {}, [PART], [5], [{}])),
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+        {"role": "assistant", "content": []},
+    ),
+    is_item,
+)  # fmt: skip
+FLAT_TOOL = Object(
+    ({}, {"name": "f"}, {"type": "function"}, {"type": "function", "name": ""}, {"type": "function", "name": 5},
+     {"type": "web_search"}, {"type": "function", "function": {"name": "f"}},
+     {"type": "function", "name": "f", "x": [0.5]}),
+    is_flat_tool,
+)  # fmt: skip
+SCHEMA_FORMATS: tuple[dict[str, Any], ...] = tuple(
+    {"type": "json_schema", "name": name, "schema": schema}
+    for name, schema in (("n", {}), ("n", {"type": "integer"}), ("n", {"type": "x"}), ("n", []), ("", {}), (None, {}))
+)
+TEXTS: tuple[dict[str, Any], ...] = (
+    {}, {"format": None}, {"format": 5}, {"format": {}}, {"format": {"type": "text"}},
+    {"format": {"type": "json_object"}},
+    {"format": {"type": []}}, {"format": {"type": "grammar"}}, {"verbosity": None}, {"verbosity": "low"}, {"x": 1},
+    *({"format": given} for given in SCHEMA_FORMATS),
+)  # fmt: skip
+REASONINGS: tuple[dict[str, Any], ...] = (
+    {}, {"effort": "low"}, {"effort": None}, {"effort": 5}, {"summary": "auto"}, {"summary": "detailed"},
+    {"summary": "concise"}, {"summary": "long"}, {"effort": "x" * 64}, {"effort": "x" * 65},
+    {"summary": []},
+)  # fmt: skip
+METADATA: tuple[dict[str, Any], ...] = (
+    {}, {"a": "b"}, {"": ""}, {"a": 5}, {"a": None}, {"a" * 64: "b" * 512}, {"a" * 65: "b"}, {"a": "b" * 513},
+    {str(number): "x" for number in range(16)}, {str(number): "x" for number in range(17)},
+)  # fmt: skip
+EVENT_IDS = {"include_event_ids": True}
+STREAM_OPTIONS: tuple[dict[str, Any], ...] = (
+    {}, {"include_obfuscation": False}, {"include_obfuscation": True}, {"include_event_ids": False},
+    {"x": 1}, EVENT_IDS,
+)  # fmt: skip
 PROMPT = Either(
     (
         Text(1),
@@ -240,7 +369,6 @@ def _sampling() -> Iterator[Parameter]:
         "presence_penalty": Number(-2.0, 2.0),
         "frequency_penalty": Number(-2.0, 2.0),
         "repetition_penalty": Number(0.01, 100.0),
-        "n": whole(1, 128),
         "min_tokens": whole(0, 1),  # beside max_tokens 1
         "banned_token_ids": NOT_ALL_IDS,
         "stop_token_ids": IDS,
@@ -248,6 +376,8 @@ def _sampling() -> Iterator[Parameter]:
         "ignore_eos": Flag(),
         "skip_special_tokens": Flag(),
     }
+    yield Parameter("n", whole(1, 128), CHOICES)
+    yield Parameter("n", whole(1, 128), (ENGINE,), null=False)
     for name, kind in numbers.items():
         extra = (EVERY_ID, EVERY_ID[1:]) if isinstance(kind, ListOf) else ()
         yield Parameter(name, kind, HTTP, extra=extra)
@@ -262,7 +392,7 @@ def _sampling() -> Iterator[Parameter]:
     yield Parameter("logit_bias", integer_map(4096), (ENGINE,), null=False)
     yield Parameter("stop", Either((Text(1, 1024), STOP)), HTTP)
     yield Parameter("stop", STOP, (ENGINE,), null=False)
-    yield Parameter("prompt_logprobs", COUNT20, everywhere)
+    yield Parameter("prompt_logprobs", COUNT20, (*CHOICES, ENGINE))
     yield Parameter("prompt_logprobs", COUNT20, (TEXT,), beside={"echo": True, "logprobs": 1})
     yield Parameter("logprobs", COUNT20, (TEXT, ENGINE))
     yield Parameter("logprobs", COUNT20, (TEXT,), beside={"echo": True})
@@ -274,17 +404,19 @@ def _sampling() -> Iterator[Parameter]:
 
 def _requests() -> Iterator[Parameter]:
     """What only clients send."""
-    flags = ("stream", "add_special_tokens", "return_token_ids", "receipt", "prefix_cache")
-    yield from (Parameter(name, Flag(), HTTP) for name in flags)
-    yield from (Parameter(name, Flag(), (CHAT,)) for name in ("logprobs", "add_generation_prompt"))
-    yield Parameter("continue_final_message", Flag(), (CHAT,))
+    yield from (Parameter(name, Flag(), HTTP) for name in ("stream", "add_special_tokens", "prefix_cache"))
+    yield from (Parameter(name, Flag(), CHOICES) for name in ("return_token_ids", "receipt"))
+    yield Parameter("logprobs", Flag(), (CHAT,))
     parts = ("parallel_tool_calls", "include_reasoning", "separate_reasoning")
-    yield from (Parameter(name, Flag(), (CHAT,)) for name in parts)
+    flags = ("add_generation_prompt", "continue_final_message", *parts)
+    yield from (Parameter(name, Flag(), TALKS) for name in flags)
     yield Parameter("echo", Flag(), (TEXT,))
     yield Parameter("top_logprobs", COUNT20, (CHAT,), beside={"logprobs": True})
-    yield Parameter("top_logprobs", whole(0, 0), (CHAT,))  # without logprobs there is nothing that could have some
+    yield Parameter("top_logprobs", COUNT20, (RESPONSES,), beside={"include": [LOGPROBS]})
+    yield Parameter("top_logprobs", whole(0, 0), TALKS)  # without logprobs there is nothing that could have some
     room = whole(1, CONTEXT - CHAT_PROMPT_TOKENS)
     yield Parameter("max_completion_tokens", room, (CHAT,), beside=ENDS_AT_ONCE)
+    yield Parameter("max_output_tokens", room, (RESPONSES,), beside=ENDS_AT_ONCE)
     yield Parameter("priority", whole(-INT32, INT32 - 1), HTTP)
     name = Text(0, 1024, words=(MODEL,))
     too_long = ("x" * 1025, MEGABYTE_TEXT)
@@ -293,22 +425,24 @@ def _requests() -> Iterator[Parameter]:
     yield Parameter("user", Text(), HTTP)
     yield Parameter("reasoning_effort", Text(), (CHAT,))
     yield Parameter("bad_words", ListOf(Text(1, 128, words=ONE_TOKEN), "x", 0, 256), HTTP)
-    yield Parameter("modalities", ListOf(Text(words=("text",)), "text", 1, 1), (CHAT,))
+    yield Parameter("modalities", ListOf(Text(words=("text",)), "text", 1, 1), TALKS)
     yield Parameter("tools", ListOf(TOOL, {"function": {"name": "f"}}, 0, 256), (CHAT,))
-    yield Parameter("documents", ListOf(ANY_OBJECT, {}), (CHAT,))
-    yield Parameter("tool_choice", Text(words=("auto", "none")), (CHAT,))
+    yield Parameter("documents", ListOf(ANY_OBJECT, {}), TALKS)
+    yield Parameter("tool_choice", Text(words=("auto", "none")), TALKS)
     examples: list[dict[str, Any]] = [
         {name: 5} for name in (*OURS, "a", "_a", "", "a b", "\xe9", "a\n", "a" * 64, "a" * 65)
     ]
     examples += [{f"a{i}": [i] for i in range(count)} for count in (16, 17)]
     kwargs = Object((*examples, {"a": math.nan}), is_template_kwargs)
-    yield Parameter("chat_template_kwargs", kwargs, (CHAT,))
+    yield Parameter("chat_template_kwargs", kwargs, TALKS)
     formats = ({}, {"type": "text"}, {"type": "json_object"}, {"type": 5}, {"type": None}, {"type": []})
-    is_text = Object(formats, lambda value: value.get("type") == "text")
-    yield Parameter("response_format", is_text, (CHAT,))
+    schemas = ({"name": "n", "schema": schema} for schema in ({}, {"type": "integer"}, {"type": "x"}, {"not": {}}, []))
+    formats += tuple({"type": "json_schema", "json_schema": schema} for schema in (*schemas, {}, None, 5))
+    yield Parameter("response_format", Object(formats, is_format), (CHAT,))
+    yield Parameter("structured_outputs", Object(OUTPUTS, is_outputs), HTTP)
     options = ({"include_usage": flag} for flag in (True, None, 1, "true", math.nan))
-    yield Parameter("stream_options", Object(tuple(options), is_stream_options), HTTP, beside={"stream": True})
-    yield Parameter("stream_options", Object(({}, {"include_usage": True}), lambda value: not value), HTTP)
+    yield Parameter("stream_options", Object(tuple(options), is_stream_options), CHOICES, beside={"stream": True})
+    yield Parameter("stream_options", Object(({}, {"include_usage": True}), lambda value: not value), CHOICES)
     yield Parameter("an_unknown_field", Anything(), HTTP)
     yield from (Parameter(name, Nothing(no_ops), (CHAT,)) for name, no_ops in NOT_IN_CHAT.items())
     yield from (Parameter(name, Nothing(no_ops), (TEXT,)) for name, no_ops in NOT_IN_TEXT.items())
@@ -336,7 +470,29 @@ def _messages() -> Iterator[Parameter]:
     yield Parameter("use_prefix_cache", Flag(), (ENGINE,), null=False)
 
 
-ROWS = (*_sampling(), *_requests(), *_messages())
+def _responses() -> Iterator[Parameter]:
+    """What only a response is asked for in."""
+    items = ListOf(ITEM, PLAIN, 1, 8192, together=lambda items: any(item.get("type") != "reasoning" for item in items))
+    given = Either((Text(), items))
+    yield Parameter("input", given, (RESPONSES,), null=False, required=True, refused=(MEGABYTE_TEXT, *TOO_LONG_CHATS))
+    yield Parameter("instructions", Text(), (RESPONSES,), refused=(MEGABYTE_TEXT,), param=ANY)
+    yield Parameter("tools", ListOf(FLAT_TOOL, {"type": "function", "name": "f"}, 0, 256), (RESPONSES,))
+    yield Parameter("text", Object(TEXTS, is_text_format), (RESPONSES,))
+    yield Parameter("reasoning", Object(REASONINGS, is_reasoning), (RESPONSES,))
+    yield Parameter("include", ListOf(Text(words=(LOGPROBS, "reasoning.encrypted_content")), LOGPROBS), (RESPONSES,))
+    yield Parameter("metadata", Object(METADATA, is_metadata), (RESPONSES,))
+    yield Parameter("stream_options", Object(STREAM_OPTIONS, lambda value: value != EVENT_IDS), (RESPONSES,))
+    names = ("safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    yield from (Parameter(name, Text(0, 1024), (RESPONSES,)) for name in names)
+    yield Parameter("service_tier", Text(), (RESPONSES,))
+    yield Parameter("truncation", Text(words=("disabled",)), (RESPONSES,))
+    yield Parameter("store", Flag(), (RESPONSES,))
+    yield Parameter("background", Nothing(), (RESPONSES,))
+    yield from (Parameter(name, Nothing(EMPTY), (RESPONSES,)) for name in NOT_IN_RESPONSES)
+    yield Parameter("function_call", Nothing(("none", "auto")), (RESPONSES,))
+
+
+ROWS = (*_sampling(), *_requests(), *_messages(), *_responses())
 
 
 def cases(door: str) -> list[Case]:
@@ -367,7 +523,7 @@ def expect_of_gateway(row: Parameter, value: Any) -> Expected:
     if not is_json(value):
         return Expected(Outcome.REFUSED, 400, None, "invalid_json")
     if value in row.refused:
-        return Expected(Outcome.REFUSED, 400, row.name)
+        return Expected(Outcome.REFUSED, 400, row.param or row.name)
     if row.kind.allows(value):
         return Expected(Outcome.ACCEPTED)
     return Expected(Outcome.REFUSED, row.status if row.kind.has_type(value) else 400, row.name)

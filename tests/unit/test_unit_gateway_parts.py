@@ -239,6 +239,10 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
         ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"foo": {}}]}]}, "messages[0].tool_calls[0].foo"),
         (CHAT_BODY | {"tools": [{"function": {"name": "f", "foo": False}}]}, "tools[0].function.foo"),
         (CHAT_BODY | {"response_format": {"type": "text", "foo": ""}}, "response_format.foo"),
+        (
+            CHAT_BODY | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"x": 1}, "foo": 1}}},
+            "response_format.json_schema.foo",
+        ),
         (CHAT_BODY | {"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
     ],
 )
@@ -280,7 +284,7 @@ def test_given_the_older_form_of_tools_without_any_when_parsed_then_it_is_taken(
 
 
 @pytest.mark.parametrize(
-    "name", ["functions", "audio", "structured_outputs", "guided_json", "grammar", "web_search_options"]
+    "name", ["functions", "audio", "structural_tag", "guided_json", "grammar", "web_search_options"]
 )
 def test_given_a_feature_that_is_missing_when_it_is_given_nothing_then_it_is_taken(name: str) -> None:
     nothing = ("", [], {}) if name != "web_search_options" else ()  # an empty object is a search with its defaults

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_a_receipt_when_written_and_read_then_it_is_equal() -> None:
     assert Receipt.from_json(as_json()) == RECEIPT
 
 
+def test_a_receipt_when_a_grammar_was_asked_for_then_it_is_told_and_one_from_before_there_were_any_is_read() -> None:
+    receipt = replace(RECEIPT, params=replace(RECEIPT.params, grammar='start: "é\n"'))
+    assert Receipt.from_json(json.loads(json.dumps(receipt.to_json()))) == receipt
+    older = as_json()
+    del older["params"]["grammar"]
+    assert Receipt.from_json(older) == RECEIPT
+
+
 @given(st.lists(st.integers(0, 2**31 - 1)))
 def test_any_tokens_when_hashed_then_it_is_sha256_over_little_endian_int64(ids: list[int]) -> None:
     assert token_hash(ids) == "sha256:" + hashlib.sha256(struct.pack(f"<{len(ids)}q", *ids)).hexdigest()
@@ -66,7 +75,9 @@ WRONG = [
     (path, wrong)
     for path in paths(as_json())
     for wrong in ({}, "x" * 2000, -(2**70), 1.5, [[]], {"a": 1}, float("nan"))
-    if path[:2] != ("params", "logit_bias") and not (wrong == 1.5 and path[-1] in FLOATS)
+    if path[:2] != ("params", "logit_bias")
+    and not (wrong == 1.5 and path[-1] in FLOATS)
+    and not (isinstance(wrong, str) and path[-1] == "grammar")
 ]
 
 
@@ -81,7 +92,10 @@ def test_a_receipt_when_any_value_is_of_another_kind_then_it_is_refused(path: tu
         Receipt.from_json(data)
 
 
-@pytest.mark.parametrize("path", [path for path in paths(as_json()) if isinstance(path[-1], str) and path[-1] != "7"])
+NEEDED = [path for path in paths(as_json()) if isinstance(path[-1], str) and path[-1] not in ("7", "grammar")]
+
+
+@pytest.mark.parametrize("path", NEEDED)
 def test_a_receipt_when_a_field_is_missing_or_unknown_then_its_name_is_told(path: tuple[Any, ...]) -> None:
     data = as_json()
     parent = data

@@ -1,0 +1,89 @@
+"""A `tool_choice` that demands calls: the grammar of those, in the form that the model writes them in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.asked_grammar import Asked, to_json
+from gateway.schemas import ChatRequest
+from novainfer.errors import InvalidRequestError
+from novainfer.sampling.grammars import CALLS
+from novainfer.sampling.schema_walk import leads_to_schema, schemas_in
+from novainfer.text.tokenizer import Tokenizer
+from novainfer.text.tool_calls import CALL_FORMS
+
+FORM = "hermes"  # the form whose calls can be demanded
+_PARAM = "tool_choice"
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def asked_calls(request: ChatRequest, form: str, tokenizer: Tokenizer) -> Asked | None:
+    """None: a call is not demanded. form: how the model's calls are written. Raises `InvalidRequestError`."""
+    choice = request.tool_choice
+    if choice in (None, "auto", "none"):
+        return None
+    if form != FORM:
+        words = "Only tool_choice 'auto' and 'none' are supported with this model."
+        raise InvalidRequestError(words, param=_PARAM)
+    chosen = [tool["function"] for tool in request.tools]
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+        chosen = [function for function in chosen if function["name"] == name]
+    elif choice != "required":
+        words = "tool_choice must be 'auto', 'none', 'required' or a function."
+        raise InvalidRequestError(words, param=_PARAM)
+    if not chosen:
+        raise InvalidRequestError("tool_choice demands a call, and tools has no such function.", param=_PARAM)
+    marks = CALL_FORMS[FORM].marks
+    source = {
+        "schema": schema_of(chosen),
+        "marks": marks,
+        "are_special": len(tokenizer.special_ids_of(marks)) == len(marks),
+        "is_many": request.parallel_tool_calls and choice == "required",
+    }
+    return Asked("tools", CALLS, to_json(source, "tools"))
+
+
+def schema_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a call of one of these functions: an object with its name and its arguments.
+
+    What their parameters define is defined for all of them. Raises `InvalidRequestError` where that cannot be.
+    """
+    found: dict[str, Any] = {}
+    calls = []
+    for function in functions:
+        parameters = {"type": "object", **_parameters_of(function)}
+        parameters.pop("$schema", None)
+        for name in _DEFINITIONS:
+            for key, value in (parameters.pop(name, None) or {}).items():
+                if found.setdefault(name, {}).setdefault(key, value) != value:
+                    raise InvalidRequestError("tools: two functions define different schemas alike.", param="tools")
+        call = {"name": {"const": function["name"]}, "arguments": parameters}
+        calls.append({"type": "object", "properties": call, "required": [*call], "additionalProperties": False})
+    return {"anyOf": calls, **found}
+
+
+def _parameters_of(function: dict[str, Any]) -> dict[str, Any]:
+    """Its schema: of any object where it has none. Raises `InvalidRequestError`."""
+    parameters = function.get("parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict) or not _has_named_definitions(parameters):
+        raise InvalidRequestError("tools: parameters must be a JSON schema.", param="tools")
+    if parameters.get("type", "object") not in ("object", ["object"]):
+        raise InvalidRequestError("tools: parameters must be a schema of type 'object'.", param="tools")
+    if not _points_into_definitions(parameters):
+        raise InvalidRequestError("tools: references in parameters must point into their $defs.", param="tools")
+    return parameters
+
+
+def _has_named_definitions(schema: dict[str, Any]) -> bool:
+    return all(isinstance(schema.get(name), dict | None) for name in _DEFINITIONS)
+
+
+def _points_into_definitions(schema: dict[str, Any]) -> bool:
+    targets = [item.get("$ref") for item in schemas_in(schema)]
+    inside = tuple(f"#/{name}/" for name in _DEFINITIONS)
+    texts = [target for target in targets if isinstance(target, str)]
+    return all(target.startswith(inside) and leads_to_schema(target) for target in texts)

@@ -1,0 +1,117 @@
+"""What a request says its answer has to be, and the grammar that a text process makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.routes.endpoint import Call
+from gateway.schemas import ChatRequest, CompletionRequest
+from gateway.service import GatewayService
+from gateway.text_jobs import GrammarJob
+from novainfer.errors import InvalidRequestError
+from novainfer.sampling.grammars import CHOICE, JSON, KINDS
+from novainfer.sampling.params import MAX_GRAMMAR_BYTES
+from novainfer.text.model_parsers import thoughts_after
+from novainfer.text.parts import BARRED, NONE
+
+FORMATS = ("text", "json_object", "json_schema")  # types of `response_format`
+_FORMAT, _OUTPUTS = "response_format", "structured_outputs"
+_ANY_OBJECT = '{"type": "object"}'
+NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """kind: one of those of `grammars`, and the text of that; param: the field that says so.
+
+    Raises `InvalidRequestError` if that is too long for a grammar.
+    """
+
+    param: str
+    kind: str
+    source: str
+
+    def __post_init__(self) -> None:
+        try:
+            size = len(self.source.encode())
+        except UnicodeEncodeError:
+            words = f"{self.param}: half of a surrogate pair is no text."
+            raise InvalidRequestError(words, param=self.param) from None
+        if size > MAX_GRAMMAR_BYTES:
+            words = f"{self.param}: the grammar has more than {MAX_GRAMMAR_BYTES} bytes."
+            raise InvalidRequestError(words, param=self.param)
+
+
+def asked_grammar(request: ChatRequest | CompletionRequest) -> Asked | None:
+    """None: the answer may be anything. Raises `InvalidRequestError`."""
+    given = request.response_format if isinstance(request, ChatRequest) else None
+    asked = None if given is None else _of_format(given)
+    outputs = None if request.structured_outputs is None else _of_outputs(request.structured_outputs)
+    if asked is not None and outputs is not None:
+        raise InvalidRequestError(f"{_OUTPUTS} cannot be combined with {_FORMAT}.", param=_OUTPUTS)
+    return asked or outputs
+
+
+def thoughts_before(service: GatewayService, request: ChatRequest, prompt: list[int]) -> str:
+    """Whether an answer that has a form may think first: ALLOWED, BEGUN by the prompt, or BARRED."""
+    if service.parsers.reasoning == NONE:
+        return BARRED
+    return thoughts_after(service.tokenizer, prompt, is_continued=request.continue_final_message)
+
+
+async def make_grammar(call: Call, asked: Asked, thoughts: str = BARRED) -> str:
+    """For `SamplingParams.grammar`. Raises `InvalidRequestError`, with the field's name, and what `prepare` raises."""
+    (grammar,) = await call.prepare(GrammarJob(asked.param, asked.kind, asked.source.encode(), thoughts))
+    return str(grammar, "utf-8")
+
+
+def _of_format(given: dict[str, Any]) -> Asked | None:
+    kind = given.get("type")
+    if kind not in FORMATS:
+        raise InvalidRequestError(f"response_format.type must be one of {', '.join(FORMATS)}.", param=_FORMAT)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Asked(_FORMAT, JSON, _ANY_OBJECT)
+    about = given.get("json_schema")
+    schema = about.get("schema") if isinstance(about, dict) else None
+    if not isinstance(about, dict) or not isinstance(schema, dict):
+        words = "response_format.json_schema must be an object whose 'schema' is an object."
+        raise InvalidRequestError(words, param=_FORMAT)
+    name, strict = about.get("name"), about.get("strict")
+    if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
+        words = "response_format.json_schema.name must be 1 to 64 of the characters A-Z, a-z, 0-9, _ and -."
+        raise InvalidRequestError(words, param=_FORMAT)
+    if not isinstance(about.get("description"), str | None):
+        raise InvalidRequestError("response_format.json_schema.description must be a text.", param=_FORMAT)
+    if not isinstance(strict, bool | None):
+        raise InvalidRequestError("response_format.json_schema.strict must be true or false.", param=_FORMAT)
+    return Asked(_FORMAT, JSON, to_json(schema, _FORMAT))
+
+
+def _of_outputs(given: dict[str, Any]) -> Asked:
+    fields = {name: value for name, value in given.items() if value is not None}
+    kind, value = next(iter(fields.items()), ("", None))
+    if len(fields) > 1 or kind not in KINDS:
+        words = f"{_OUTPUTS} must have one of {', '.join(KINDS)}, and nothing else."
+        raise InvalidRequestError(words, param=_OUTPUTS)
+    if kind == CHOICE:
+        if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+            raise InvalidRequestError(f"{_OUTPUTS}.choice must be a list of one or more texts.", param=_OUTPUTS)
+    elif not isinstance(value, str) and not (kind == JSON and isinstance(value, dict)):
+        wanted = "a JSON schema, or its text" if kind == JSON else "a text"
+        raise InvalidRequestError(f"{_OUTPUTS}.{kind} must be {wanted}.", param=_OUTPUTS)
+    return Asked(_OUTPUTS, kind, value if isinstance(value, str) else to_json(value, _OUTPUTS))
+
+
+def to_json(value: Any, param: str) -> str:
+    """Of a part of a request. Raises `InvalidRequestError`."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise InvalidRequestError(
+            f"{param} holds what JSON cannot say, or is nested too deeply.", param=param
+        ) from None
