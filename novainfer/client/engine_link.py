@@ -112,9 +112,9 @@ class EngineLink:
         return self.session.info
 
     def owes_figures(self, *, is_new: bool) -> bool:
-        """Whether its first figures are about to come: it is ready, or a gateway that is_new has not heard of it."""
+        """Whether its first figures are about to come: it is ready, or was so before the gateway that is_new."""
         info = self.session.info
-        return self.session.stats is None and (is_new if info is None else info.ready)
+        return self.session.stats is None and (is_new or (info is not None and info.ready))
 
     async def wait_figures(self, *, is_new: bool) -> None:
         """Return once it owes none."""

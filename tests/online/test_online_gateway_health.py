@@ -115,6 +115,29 @@ def test_given_an_engine_that_has_just_become_ready_when_scraped_then_its_figure
             scheduler.close()
 
 
+def test_given_a_gateway_that_replaces_another_one_when_the_engine_starts_again_then_its_figures_are_waited_for(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "FIGURES_PATIENCE", 60.0)
+    endpoint = Endpoint(f"ipc://{tmp_path}/s")
+    vocab_size = Tokenizer.load(tiny_model).vocab_size
+    scheduler = ScriptedScheduler(endpoint, vocab_size=vocab_size, send_stats=False)
+    scheduler.run_in_thread(lambda: setattr(scheduler, "ready", False))
+    gateway = GatewayThread(config_for(tiny_model), endpoint, is_successor=True)
+    try:
+        with ThreadPoolExecutor() as pool, gateway.http() as http, gateway.http() as other:
+            while http.get("/readyz").json()["reason"] == "no engine":
+                pass
+            scrape = pool.submit(other.get, "/metrics")
+            while len(gateway.server.server_state.connections) < 2:
+                assert not scrape.done()
+            scheduler.run_in_thread(lambda: vars(scheduler).update(ready=True, send_stats=True))
+            assert "novainfer_num_requests_running{" in scrape.result().text
+    finally:
+        gateway.close()
+        scheduler.close()
+
+
 def test_given_an_engine_that_never_tells_its_figures_when_scraped_then_the_gateway_tells_its_own(
     lonely: tuple[GatewayThread, Endpoint], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,8 +177,15 @@ def test_given_content_parts_when_rendered_then_texts_are_joined_and_media_refus
     assert render("{{ messages[0].content }}", [{"role": "assistant", "content": parts}]) == "a\nb"
     refusal = {"type": "refusal", "refusal": "no"}
     image = {"type": "image_url", "image_url": {"url": "http://x"}}
-    for bad in ([image], [1], [{"text": "a"}], [{"type": "text"}], [{"type": ["text"], "text": "a"}], [refusal]):
-        with pytest.raises(InvalidRequestError, match=r"messages\[0\].content: only text"):
+    for bad, words in (
+        ([image], "only text"),
+        ([1], "only text"),
+        ([{"text": "a"}], "only text"),
+        ([{"type": ["text"], "text": "a"}], "only text"),
+        ([{"type": "text"}], "a part of the type text must have its text"),
+        ([refusal], "a message of this role has parts of the types text, input_text, not refusal"),
+    ):
+        with pytest.raises(InvalidRequestError, match=rf"messages\[0\].content: {words}"):
             render("{{ messages[0].content }}", [{"role": "user", "content": bad}])
     for bad in (parts[0], {}, 5, True, [], None):
         with pytest.raises(InvalidRequestError, match=r"messages\[0\].content must be"):
