@@ -323,10 +323,10 @@ _SPENT: dict[str, Any] = {
     "prompt": "",
     "user": None,
 }
-Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
 
 
-def without_prompt(request: Asked, grammar: str = "") -> Asked:
+def without_prompt(request: AnyRequest, grammar: str = "") -> AnyRequest:
     """What is kept of a request while it is answered: no more than says how, however much was sent.
 
     grammar: in place of what was said of the answer's form.

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from novainfer.text.tokenizer import Tokenizer
-from tests.fakes import ScriptedScheduler, write_tokenizer
+from tests.fakes import ScriptedScheduler, write_thinker, write_tokenizer
 from tests.online.gateways import GatewayThread, start_pair
 
 
@@ -75,3 +75,22 @@ def pair(module_pair: Pair) -> Iterator[Pair]:
     scheduler.reject = lambda request: None
     scheduler.step_seconds = scheduler.seconds_since_progress = 0.0
     module_pair.wait_idle()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain marks", "special marks"])
+def module_thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A pair with a model that thinks and calls tools."""
+    model = write_thinker(tmp_path_factory.mktemp("model"), are_special=request.param)
+    with running_pair(model, tmp_path_factory.mktemp("run")) as pair:
+        yield pair
+
+
+@pytest.fixture
+def thinker(module_thinker: Pair) -> Iterator[Pair]:
+    """The module's; it answers as fast as it can again."""
+    yield module_thinker
+    module_thinker.scheduler.step_seconds = 0.0
+    module_thinker.scheduler.script = lambda request, choice: None
+    module_thinker.scheduler.reject = lambda request: None
+    module_thinker.scheduler.tokens_before_pause = None
+    module_thinker.wait_idle()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +16,8 @@ from gateway import logprobs
 from gateway.response_echo import Echo
 from novainfer.text.parts import Parsers
 from novainfer.text.tool_calls import call_id
-from tests.fakes import write_thinker
-from tests.online.conftest import Pair, running_pair
-from tests.online.test_online_gateway_tools import ARGUMENTS, HELLO, TEXT
+from tests.online.conftest import Pair
+from tests.thinker import ARGUMENTS, HELLO, TEXT
 
 pytestmark = pytest.mark.stage2
 
@@ -30,25 +28,6 @@ INCLUDE = ["message.output_text.logprobs"]
 THOUGHT_TOLD = "Hello? <tool_call>"
 OUTPUT = ["reasoning", "message", "function_call", "function_call"]
 DIFFERS = ("id", "created_at")
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["plain marks", "special marks"])
-def module_thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A pair with a model that thinks and calls tools."""
-    model = write_thinker(tmp_path_factory.mktemp("model"), are_special=request.param)
-    with running_pair(model, tmp_path_factory.mktemp("run")) as pair:
-        yield pair
-
-
-@pytest.fixture
-def thinker(module_thinker: Pair) -> Iterator[Pair]:
-    """The module's; it answers as fast as it can again."""
-    yield module_thinker
-    module_thinker.scheduler.step_seconds = 0.0
-    module_thinker.scheduler.script = lambda request, choice: None
-    module_thinker.scheduler.reject = lambda request: None
-    module_thinker.scheduler.tokens_before_pause = None
-    module_thinker.wait_idle()
 
 
 def streamed(pair: Pair, body: dict[str, Any]) -> list[dict[str, Any]]:

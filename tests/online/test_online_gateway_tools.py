@@ -21,36 +21,14 @@ from novainfer.text.tool_calls import call_id
 from novainfer.transport.addresses import Endpoint
 from tests.chaos.streams import events
 from tests.fakes import MARKS, write_thinker
-from tests.online.conftest import Pair, running_pair
+from tests.online.conftest import Pair
 from tests.online.gateways import GatewayThread, config_for
 from tests.replica import ReplicaThread
+from tests.thinker import ARGUMENTS, CALL, HELLO, OTHER, TEXT, THOUGHT, TOOLS
 
 pytestmark = pytest.mark.stage2
 
 PATH = "/v1/chat/completions"
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-THOUGHT = "<think>\nHello? <tool_call>\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "f", "arguments": {"city":  "Zürich 🎉", "n": [1]}}\n</tool_call>'
-ARGUMENTS = '{"city":  "Zürich 🎉", "n": [1]}'
-OTHER = '\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-TEXT = f"{THOUGHT}Let me look.\n\n{CALL}{OTHER}"
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["plain marks", "special marks"])
-def module_thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A pair with such a model."""
-    model = write_thinker(tmp_path_factory.mktemp("model"), are_special=request.param)
-    with running_pair(model, tmp_path_factory.mktemp("run")) as pair:
-        yield pair
-
-
-@pytest.fixture
-def thinker(module_thinker: Pair) -> Iterator[Pair]:
-    """The module's; it answers as fast as it can again."""
-    yield module_thinker
-    module_thinker.scheduler.step_seconds = 0.0
-    module_thinker.wait_idle()
 
 
 def slowly(pair: Pair) -> None:

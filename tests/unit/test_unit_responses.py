@@ -26,7 +26,7 @@ from novainfer.text.chat_template import ChatTemplate
 from novainfer.text.parts import PartsParser, Telling
 from novainfer.text.tokenizer import Tokenizer
 from tests.fakes import write_thinker
-from tests.online.test_online_gateway_tools import CALL, OTHER, TEXT
+from tests.thinker import CALL, OTHER, TEXT
 
 pytestmark = pytest.mark.unit
 
