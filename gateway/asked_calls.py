@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.asked_grammar import Asked, to_json
+from gateway.asked_grammar import Asked, may_fit, to_json, too_large
 from gateway.schemas import ChatRequest
 from novainfer.errors import InvalidRequestError
 from novainfer.sampling.grammars import CALLS
+from novainfer.sampling.params import MAX_GRAMMAR_BYTES
 from novainfer.sampling.schema_walk import leads_to_schema, schemas_in
 from novainfer.text.tokenizer import Tokenizer
 from novainfer.text.tool_calls import CALL_FORMS
 
 FORM = "hermes"  # the form whose calls can be demanded
-_PARAM = "tool_choice"
+_PARAM, _TOOLS = "tool_choice", "tools"
+_MOST_BYTES = 16 * MAX_GRAMMAR_BYTES  # of functions: definitions that several of them have count once in their grammar
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -35,6 +37,8 @@ def asked_calls(request: ChatRequest, form: str, tokenizer: Tokenizer) -> Asked 
         raise InvalidRequestError(words, param=_PARAM)
     if not chosen:
         raise InvalidRequestError("tool_choice demands a call, and tools has no such function.", param=_PARAM)
+    if not may_fit(chosen, _MOST_BYTES):
+        raise too_large(_TOOLS)
     marks = CALL_FORMS[FORM].marks
     source = {
         "schema": schema_of(chosen),
@@ -42,7 +46,7 @@ def asked_calls(request: ChatRequest, form: str, tokenizer: Tokenizer) -> Asked 
         "are_special": len(tokenizer.special_ids_of(marks)) == len(marks),
         "is_many": request.parallel_tool_calls and choice == "required",
     }
-    return Asked("tools", CALLS, to_json(source, "tools"))
+    return Asked(_TOOLS, CALLS, to_json(source, _TOOLS))
 
 
 def schema_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def schema_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
         for name in _DEFINITIONS:
             for key, value in (parameters.pop(name, None) or {}).items():
                 if found.setdefault(name, {}).setdefault(key, value) != value:
-                    raise InvalidRequestError("tools: two functions define different schemas alike.", param="tools")
+                    raise InvalidRequestError("tools: two functions define different schemas alike.", param=_TOOLS)
         call = {"name": {"const": function["name"]}, "arguments": parameters}
         calls.append({"type": "object", "properties": call, "required": [*call], "additionalProperties": False})
     return {"anyOf": calls, **found}
@@ -70,11 +74,11 @@ def _parameters_of(function: dict[str, Any]) -> dict[str, Any]:
     if parameters is None:
         return {}
     if not isinstance(parameters, dict) or not _has_named_definitions(parameters):
-        raise InvalidRequestError("tools: parameters must be a JSON schema.", param="tools")
+        raise InvalidRequestError("tools: parameters must be a JSON schema.", param=_TOOLS)
     if parameters.get("type", "object") not in ("object", ["object"]):
-        raise InvalidRequestError("tools: parameters must be a schema of type 'object'.", param="tools")
+        raise InvalidRequestError("tools: parameters must be a schema of type 'object'.", param=_TOOLS)
     if not _points_into_definitions(parameters):
-        raise InvalidRequestError("tools: references in parameters must point into their $defs.", param="tools")
+        raise InvalidRequestError("tools: references in parameters must point into their $defs.", param=_TOOLS)
     return parameters
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from gateway.routes.endpoint import Call
@@ -19,6 +20,7 @@ from novainfer.text.parts import BARRED, NONE
 
 FORMATS = ("text", "json_object", "json_schema")  # types of `response_format`
 _FORMAT, _OUTPUTS = "response_format", "structured_outputs"
+_LEAST = 2  # characters of JSON that a value takes: one, and what stands before the next
 _ANY_OBJECT = '{"type": "object"}'
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 
@@ -41,8 +43,7 @@ class Asked:
             words = f"{self.param}: half of a surrogate pair is no text."
             raise InvalidRequestError(words, param=self.param) from None
         if size > MAX_GRAMMAR_BYTES:
-            words = f"{self.param}: the grammar has more than {MAX_GRAMMAR_BYTES} bytes."
-            raise InvalidRequestError(words, param=self.param)
+            raise too_large(self.param)
 
 
 def asked_grammar(request: ChatRequest | CompletionRequest) -> Asked | None:
@@ -89,7 +90,7 @@ def _of_format(given: dict[str, Any]) -> Asked | None:
         raise InvalidRequestError("response_format.json_schema.description must be a text.", param=_FORMAT)
     if not isinstance(strict, bool | None):
         raise InvalidRequestError("response_format.json_schema.strict must be true or false.", param=_FORMAT)
-    return Asked(_FORMAT, JSON, to_json(schema, _FORMAT))
+    return Asked(_FORMAT, JSON, _schema_text(schema, _FORMAT))
 
 
 def _of_outputs(given: dict[str, Any]) -> Asked:
@@ -104,7 +105,36 @@ def _of_outputs(given: dict[str, Any]) -> Asked:
     elif not isinstance(value, str) and not (kind == JSON and isinstance(value, dict)):
         wanted = "a JSON schema, or its text" if kind == JSON else "a text"
         raise InvalidRequestError(f"{_OUTPUTS}.{kind} must be {wanted}.", param=_OUTPUTS)
-    return Asked(_OUTPUTS, kind, value if isinstance(value, str) else to_json(value, _OUTPUTS))
+    return Asked(_OUTPUTS, kind, value if isinstance(value, str) else _schema_text(value, _OUTPUTS))
+
+
+def _schema_text(value: Any, param: str) -> str:
+    """Of a schema, or a list of texts. What is far too large is not written out: that would hold up the event loop."""
+    if not may_fit(value, MAX_GRAMMAR_BYTES):
+        raise too_large(param)
+    return to_json(value, param)
+
+
+def too_large(param: str) -> InvalidRequestError:
+    """The error of a field that makes too large a grammar."""
+    return InvalidRequestError(f"{param}: the grammar has more than {MAX_GRAMMAR_BYTES} bytes.", param=param)
+
+
+def may_fit(value: dict[str, Any] | list[Any], limit: int) -> bool:
+    """Whether its JSON may have so few characters: each part counts for the least that it can take."""
+    room = limit
+    rest = [value]
+    while rest and room >= 0:
+        value = rest.pop()
+        room -= len(value) * _LEAST
+        if room < 0:  # more than shall be looked at
+            break
+        for part in value if isinstance(value, list) else chain(value, value.values()):
+            if type(part) is str:
+                room -= len(part)
+            elif isinstance(part, list | dict):
+                rest.append(part)
+    return room >= 0
 
 
 def to_json(value: Any, param: str) -> str:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-from gateway.asked_grammar import FORMATS, NAME_PATTERN, to_json
+from gateway.asked_grammar import FORMATS, NAME_PATTERN, may_fit, to_json
 from gateway.response_items import Places
 from gateway.schemas import ResponseRequest
 from gateway.sse import one_line
@@ -19,7 +18,6 @@ from novainfer.errors import InvalidRequestError
 
 MAX_ECHO = 256 * 1024  # bytes of JSON
 _MAX_NAME = 1024  # characters of what is repeated even where not all is
-_LEAST = 2  # characters of JSON that a value takes: one, and what stands before the next
 _NAMES = {  # of the chat's fields, where messages about them name such as have other names here
     "messages": "input",
     "prompt": "input",
@@ -121,27 +119,10 @@ def _short_form(form: dict[str, Any]) -> dict[str, str]:
 
 def _written(fields: dict[str, Any]) -> bytes | None:
     """None: that is more than an answer repeats, or nothing that JSON can say."""
-    if not _may_fit(fields):
+    if not may_fit(fields, MAX_ECHO):
         return None
     try:
         data = one_line(to_json(fields, "tools")[1:-1]).encode()
     except InvalidRequestError:
         return None
     return data if len(data) <= MAX_ECHO else None
-
-
-def _may_fit(fields: dict[str, Any]) -> bool:
-    """Whether its JSON may be short enough: each value counts for the least that it can take."""
-    room = MAX_ECHO
-    rest: list[dict[str, Any] | list[Any]] = [fields]
-    while rest and room >= 0:
-        value = rest.pop()
-        room -= len(value) * _LEAST
-        if room < 0:  # more than shall be looked at
-            break
-        for part in value if isinstance(value, list) else chain(value, value.values()):
-            if type(part) is str:
-                room -= len(part)
-            elif isinstance(part, list | dict):
-                rest.append(part)
-    return room >= 0

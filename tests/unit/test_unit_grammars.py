@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.asked_calls import schema_of
+from gateway.asked_calls import asked_calls, schema_of
 from gateway.asked_grammar import Asked, asked_grammar
 from gateway.schemas import ChatRequest, CompletionRequest, parse, without_prompt
 from gateway.text_child import TextWork
@@ -641,3 +641,18 @@ def test_given_the_end_of_a_prompt_when_looked_at_then_it_is_known_whether_a_tho
     end: str, inside: bool, behind: bool
 ) -> None:
     assert (ends_inside(end), ends_behind(end)) == (inside, behind)
+
+
+def test_given_far_more_than_a_grammar_may_have_when_asked_for_then_it_is_refused_before_it_is_written_out(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    monkeypatch.setattr("gateway.asked_grammar.json.dumps", lambda *_, **__: pytest.fail("it was written out"))
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(MAX_GRAMMAR_BYTES // 8)}}
+    with pytest.raises(InvalidRequestError, match="more than 65536 bytes") as caught:
+        asked_grammar(parse(ChatRequest, CHAT | {"structured_outputs": {"json": schema}}, strict_params=True)[0])
+    assert caught.value.param == "structured_outputs"
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(16)]
+    request = parse(ChatRequest, CHAT | {"tools": tools, "tool_choice": "required"}, strict_params=True)[0]
+    with pytest.raises(InvalidRequestError, match="more than 65536 bytes") as caught:
+        asked_calls(request, "hermes", tokenizer)
+    assert caught.value.param == "tools"
