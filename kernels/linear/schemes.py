@@ -51,7 +51,7 @@ class IntegerWeight:
     group: int  # columns that share a scale: a multiple of 8
 
 
-INT8 = WeightScheme("int8", bits=8, group=128)
+INT8 = WeightScheme("int8", bits=8, group=256)
 INT4 = WeightScheme("int4", bits=4, group=64)
 W8A8 = WeightScheme("w8a8", bits=8, group=128, rounds_rows=True)
 FLOAT8 = WeightScheme("fp8", bits=8, group=0, rounds_rows=True, is_float=True)

@@ -144,6 +144,7 @@ struct Integer4Pairs {  // two's complement; [16] words of 32 bits, the four eve
 
 template <class Columns>
 struct IntegerDotPanel : Columns {
+    static constexpr bool kIsWidened = true;  // to bf16 numbers, before anything else
     using T = uint8_t;
     using X = Bf16;
     static constexpr int kPairs = Columns::kPack / 2;

@@ -119,6 +119,8 @@ using Bf16Format = Bf16Panel;
 // How many bytes ahead of their use panels are asked for: for the first cache, and for the second; 0: not at all.
 struct Prefetch {
     long near, far;
+
+    INLINE void go_on(long) {}
 };
 constexpr Prefetch kNoPrefetch = {0, 0};  // that is left to the processor
 constexpr Prefetch kBothCaches = {2048, 16384};
@@ -160,6 +162,10 @@ struct Ahead {
     INLINE void ask(long k) const {
         UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(at[p] + k * stride, 0, 4 - kCache);
         UNROLL for (int p = 0; p < P && kAgain > 0; p++) __builtin_prefetch(at[p] + k * stride - kAgain, 0, 4 - kCache);
+    }
+    // After so many steps.
+    INLINE void go_on(long steps) {
+        UNROLL for (int p = 0; p < P; p++) at[p] += steps * stride;
     }
 };
 

@@ -73,6 +73,61 @@ struct ScaledRows {
     }
 };
 
+#if defined(__AVX512BF16__)
+// Whether many rows widen integers once, to bf16 numbers in a cache, in place of once for each block of rows. It costs the first block
+// as much as it saves one of the others.
+template <class Format, class = void>
+constexpr bool kWidensOnce = false;
+template <class Format>
+constexpr bool kWidensOnce<Format, std::enable_if_t<Format::kIsWidened>> = true;
+constexpr long kWidenedRows = 3 * kBlockRows + 1;  // from so many on
+
+// A group after the other of a record, whose N panels are left behind at `to`, each step's side by side.
+template <class Format, int N>
+struct Widening {
+    static constexpr int kPairs = Format::kPairs;
+    const uint8_t* at;
+    long step_bytes, record_bytes;
+    Bf16* to;
+
+    template <int M, class Rows, class Wanted>
+    INLINE void add(Vec (&acc)[M][N], const Rows& rows, long steps, Wanted& wanted) {
+        const uint8_t* from = at;
+        for (long k = 0; k < steps; k++, from += step_bytes, to += kPairs * N * 2 * kLanes) {
+            __m512bh columns[N][kPairs];
+            wanted.ask(k * kPairs);
+            UNROLL for (int n = 0; n < N; n++) Format::widen(from + n * kChunkBytes, columns[n]);
+            UNROLL for (int pair = 0; pair < kPairs; pair++) {
+                Pairs wide[N];
+                UNROLL for (int n = 0; n < N; n++) {
+                    wide[n][0] = (PartBits)columns[n][pair];
+                    _mm512_storeu_si512(to + (pair * N + n) * 2 * kLanes, (__m512i)columns[n][pair]);
+                }
+                Bf16DotPanel::multiply(acc, rows, k * Format::kPack + 2 * pair, wide);
+            }
+        }
+        wanted.go_on(steps * kPairs);
+        at += record_bytes;
+    }
+};
+
+// The same as they were left behind.
+template <class Format, int N>
+struct Widened {
+    const Bf16* at;
+
+    template <int M, class Rows, class Wanted>
+    INLINE void add(Vec (&acc)[M][N], const Rows& rows, long steps, Wanted& wanted) {
+        const long pairs = steps * Format::kPairs;
+        const Bf16* from[N];
+        UNROLL for (int n = 0; n < N; n++) from[n] = at + n * 2 * kLanes;
+        accumulate<Bf16DotPanel>(acc, rows, from, N * 2 * kLanes, pairs, wanted);
+        wanted.go_on(pairs);
+        at += pairs * N * 2 * kLanes;
+    }
+};
+#endif
+
 // Out: Output, or something else that has its `write_all`.
 template <class Out, class Format, class RowsRule>
 struct QuantizedTile {
@@ -115,20 +170,28 @@ struct QuantizedTile {
                 UNROLL for (int n = 0; n < N; n++) acc[m][n] = RowsRule::nothing();
             }
             accumulate<Format>(acc, from, w, step, records.steps(group), wanted);
-            go_on(wanted, records.steps(group));
+            wanted.go_on(records.steps(group));
+            add_group(acc, row, group, scales, totals);
             UNROLL for (int n = 0; n < N; n++) {
-                const Vec scale = half_scales ? load((const Fp16*)scales[n]) : load((const Bf16*)scales[n]);
-                UNROLL for (int m = 0; m < M; m++) {
-                    float* total = totals + (m * N + n) * kLanes;
-                    store(total, fma(scale, rule.sum_of(acc[m][n], row + m, group), load(total)));
-                }
                 w[n] += record;
                 scales[n] += record;
             }
             from = from.from(records.group);
-            asm volatile("" ::"r"(totals) : "memory");  // totals stay there: the registers are for the loop over a group's steps
         }
         output.template write_all<N>(row, panels, totals, M);
+    }
+
+    // totals [M][N][16] += a group's sums, scaled.
+    template <int M, int N>
+    INLINE void add_group(const typename RowsRule::Sum (&acc)[M][N], long row, long group, const uint8_t* const (&scales)[N], float* totals) const {
+        UNROLL for (int n = 0; n < N; n++) {
+            const Vec scale = half_scales ? load((const Fp16*)scales[n]) : load((const Bf16*)scales[n]);
+            UNROLL for (int m = 0; m < M; m++) {
+                float* total = totals + (m * N + n) * kLanes;
+                store(total, fma(scale, rule.sum_of(acc[m][n], row + m, group), load(total)));
+            }
+        }
+        asm volatile("" ::"r"(totals) : "memory");  // they stay there: the registers are for the loop over a group's steps
     }
 
     INLINE long place(long panel, int n) const {
@@ -151,33 +214,108 @@ struct QuantizedTile {
     // More than a block of rows over the panels of a record, block after block, each of which asks for its part of the record of panel
     // `next`; -1: of none. Two blocks read faster than they are answered, and ask again.
     void run_record(long panel, long next) const {
-        operands.rows <= 2 * kBlockRows ? run_blocks<512>(panel, next) : run_blocks<0>(panel, next);
+        const bool is_whole = records.width(panel) == kRecordPanels, are_two = operands.rows <= 2 * kBlockRows;
+#if defined(__AVX512BF16__)
+        if constexpr (kWidensOnce<Format>) {
+            if (operands.rows >= kWidenedRows) return is_whole ? widen_once<kRecordPanels>(panel, next) : widen_once<1>(panel, next);
+        }
+#endif
+        if (are_two) return is_whole ? run_blocks<kRecordPanels, 512>(panel, next) : run_blocks<1, 512>(panel, next);
+        is_whole ? run_blocks<kRecordPanels, 0>(panel, next) : run_blocks<1, 0>(panel, next);
     }
 
   private:
-    // The last block begins early enough to be whole, or half a block, as in linear.h.
+    // What blocks ask for of the record of panel `next`, in so many asks of all blocks together; -1: of none.
     template <long kAgain>
-    INLINE void run_blocks(long panel, long next) const {
-        constexpr int half = kBlockRows / 2;
-        const long rows = operands.rows, blocks = ceil_div(rows, kBlockRows), steps = ceil_div(records.k, Format::kPack);
-        const long bytes = next < 0 || steps == 0 ? 0 : ceil_div(records.groups * records.record_bytes(next), blocks * steps);  // for a step
-        Ahead<1, 2, kAgain> ahead{{(const char*)packed + records.scales_at(next < 0 ? panel : next)}, bytes};
-        for (long row = 0; row < rows; row += kBlockRows, ahead.at[0] += steps * bytes) {
-            if (records.width(panel) < kRecordPanels) {
-                multiply<kBlockRows, 1>(smaller(row, rows - kBlockRows), panel, ahead);
-            } else if (rows - row <= half) {
-                multiply<half, kRecordPanels>(rows - half, panel, ahead);
+    INLINE Ahead<1, 2, kAgain> ahead_of(long panel, long next, long asks) const {
+        const long bytes = next < 0 || asks == 0 ? 0 : ceil_div(records.groups * records.record_bytes(next), asks);
+        return {{(const char*)packed + records.scales_at(next < 0 ? panel : next)}, bytes};
+    }
+
+    // call.block<M>(row) for one block of rows after the other. The last one begins early enough to be whole, or half a block, as in linear.h.
+    template <class Call>
+    INLINE void for_each_block(long row, Call& call) const {
+        for (const long rows = operands.rows; row < rows; row += kBlockRows) {
+            if (rows - row <= kBlockRows / 2) {
+                call.template block<kBlockRows / 2>(rows - kBlockRows / 2);
             } else {
-                multiply<kBlockRows, kRecordPanels>(smaller(row, rows - kBlockRows), panel, ahead);
+                call.template block<kBlockRows>(smaller(row, rows - kBlockRows));
             }
         }
     }
 
-    static void go_on(const Prefetch&, long) {}
-    template <int P, int kCache, long kAgain>
-    static INLINE void go_on(Ahead<P, kCache, kAgain>& ahead, long steps) {
-        UNROLL for (int p = 0; p < P; p++) ahead.at[p] += steps * ahead.stride;
+    template <int N, long kAgain>
+    struct Blocks {
+        const QuantizedTile& tile;
+        long panel, steps;
+        Ahead<1, 2, kAgain> ahead;
+
+        template <int M>
+        INLINE void block(long row) {
+            tile.multiply<M, N>(row, panel, ahead);
+            ahead.go_on(steps);
+        }
+    };
+
+    template <int N, long kAgain>
+    INLINE void run_blocks(long panel, long next) const {
+        const long steps = ceil_div(records.k, Format::kPack), blocks = ceil_div(operands.rows, kBlockRows);
+        Blocks<N, kAgain> all{*this, panel, steps, ahead_of<kAgain>(panel, next, blocks * steps)};
+        for_each_block(0, all);
     }
+
+#if defined(__AVX512BF16__)
+    // The same as `multiply`, over a record. integers: Widening or Widened.
+    template <int M, int N, class Integers>
+    INLINE void multiply_widened(long row, long panel, Ahead<1, 2> wanted, Integers integers) const {
+        auto from = operands.template block<M>(row);
+        const uint8_t* scales[N];
+        long panels[N];
+        alignas(64) float totals[M * N * kLanes] = {};
+        UNROLL for (int n = 0; n < N; n++) {
+            panels[n] = panel + n;
+            scales[n] = packed + records.scales_at(panels[n]);
+        }
+        for (long group = 0; group < records.groups; group++) {
+            Vec acc[M][N];
+            UNROLL for (int m = 0; m < M; m++) {
+                UNROLL for (int n = 0; n < N; n++) acc[m][n] = zero();
+            }
+            integers.add(acc, from, records.steps(group), wanted);
+            add_group(acc, row, group, scales, totals);
+            UNROLL for (int n = 0; n < N; n++) scales[n] += records.record_bytes(panel);
+            from = from.from(records.group);
+        }
+        output.template write_all<N>(row, panels, totals, M);
+    }
+
+    template <int N>
+    struct WidenedBlocks {
+        const QuantizedTile& tile;
+        long panel, steps;  // of pairs
+        Ahead<1, 2> ahead;
+        const Bf16* wide;
+
+        template <int M>
+        INLINE void block(long row) {
+            tile.multiply_widened<M, N>(row, panel, ahead, Widened<Format, N>{wide});
+            ahead.go_on(steps);
+        }
+    };
+
+    template <int N>
+    NOINLINE void widen_once(long panel, long next) const {
+        static thread_local Scratch scratch;
+        const long steps = ceil_div(records.k, Format::kPack) * Format::kPairs, blocks = ceil_div(operands.rows, kBlockRows);
+        Bf16* wide = scratch.get<Bf16>(steps * N * 2 * kLanes);
+        WidenedBlocks<N> others{*this, panel, steps, ahead_of<0>(panel, next, blocks * steps), wide};
+        const uint8_t* at = packed + records.chunks_at(panel);
+        const Widening<Format, N> first{at, records.step_bytes(panel), records.record_bytes(panel), wide};
+        multiply_widened<kBlockRows, N>(0, panel, others.ahead, first);
+        others.ahead.go_on(steps);
+        for_each_block(kBlockRows, others);
+    }
+#endif
 };
 
 // Shares the panels of one tile of many rows among the threads.

@@ -29,6 +29,9 @@ _ENDING_PART = 1 / 4
 _PAUSE_SECONDS = 0.2
 _PAUSE_STEPS = 3
 _LEAST_BESIDE = 1 / 8
+# Kernels take tokens in blocks of so many, or twice that, and a part of a block in the time of a whole one: decodes and
+# prompts together come to whole ones.
+_BLOCK_TOKENS = 4
 
 
 def members_alone(
@@ -311,7 +314,9 @@ class StepAssembly:
         context = batch.steady_context + sum([s.num_computed_tokens for s in batch.decodes if not s.joined])
         seconds = max(_PAUSE_SECONDS, _PAUSE_STEPS * self._pace.step_seconds(count, context))
         affordable = self._pace.more_tokens(seconds, count, context)
-        return int(min(max(affordable, _LEAST_BESIDE * self._max_tokens, 1), self._max_tokens))
+        most = min(max(affordable, _LEAST_BESIDE * self._max_tokens, 1), self._max_tokens)
+        whole = round((count + most) / _BLOCK_TOKENS) * _BLOCK_TOKENS - count
+        return whole if 0 < whole <= self._max_tokens else int(most)
 
     def _chunk_room(self, name: str) -> int:
         """Prompt tokens that the tenant may still have in this step."""

@@ -220,7 +220,10 @@ def test_reference_backend_and_torch_without_kernels_when_multiplied_then_as_the
 
 def test_packed_layer_when_original_is_overwritten_then_unchanged_and_small() -> None:
     weight, bias, x = torch.randn(200, 256).bfloat16(), torch.randn(200), torch.randn(3, 256).bfloat16()
-    for scheme, nbytes in ((INT8, 208 * 256 + 208 * 2 * 2), (INT4, 208 * 128 + 208 * (256 // INT4.group) * 2)):
+    for scheme, nbytes in (
+        (INT8, 208 * 256 + 208 * (256 // INT8.group) * 2),
+        (INT4, 208 * 128 + 208 * (256 // INT4.group) * 2),
+    ):
         linear = CpuBackend().pack_linear(weight, bias, scheme)
         assert isinstance(linear, QuantizedLinear)
         before = linear(x)
