@@ -33,6 +33,7 @@ from novainfer.transport.channel import connect_dealer, connect_push
 from workers.fingerprint import StrangeRankError, check_fingerprint
 from workers.launch import RankLaunch, RankPlace
 from workers.pulse import Pulse
+from workers.rank_log import RankLog
 from workers.weight_file import BesideSteps
 from workers.worker import Pending, Worker
 
@@ -53,6 +54,7 @@ def run_rank(launch: RankLaunch, worker: Worker | None = None) -> None:
         zmq.Context() as context,
         Reports(context, launch) as reports,
         Pulse(context, launch.supervisor, place.rank, place.epoch) as pulse,
+        RankLog(context, launch.supervisor, place.rank, place.epoch),
     ):
         socket = connect_dealer(context, launch.scheduler, f"rank-{place.rank}-{place.epoch}".encode())
         try:

@@ -15,11 +15,17 @@ from pathlib import Path
 
 from novainfer.entrypoints.children import ChildState
 from novainfer.entrypoints.vitals import STOPPED_TIMEOUT
+from novainfer.protocol.supervision import RankWarning
 from novainfer.transport.processes import RAY_SERVERS, StoppedProcesses, below, children_named, kill
 
 logger = logging.getLogger(__name__)
 
 _KILL_PATIENCE_MS = 5000
+
+
+def pass_on(warning: RankWarning) -> None:
+    """Into the server's log: a rank's own is a file of Ray's."""
+    logger.log(warning.level, "worker %d: %s", warning.rank, warning.message)
 
 
 def hold_rank(rank: ChildState) -> int | None:

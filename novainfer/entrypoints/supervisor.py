@@ -26,7 +26,7 @@ from novainfer.entrypoints.children import (
 from novainfer.entrypoints.fingerprints import Fingerprints
 from novainfer.entrypoints.launch import Launch, standard_launch
 from novainfer.entrypoints.progress import Progress, StartProgress, exit_status
-from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, death_of, hold_rank, kill_ranks, let_go
+from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, death_of, hold_rank, kill_ranks, let_go, pass_on
 from novainfer.entrypoints.replacements import Replacements
 from novainfer.entrypoints.standby import Standbys
 from novainfer.entrypoints.vitals import Pulse, Watch, heard, take_pulse
@@ -42,6 +42,7 @@ from novainfer.protocol.supervision import (
     ChildReady,
     ChildStarted,
     LoadProgress,
+    RankWarning,
     WorkersFault,
     WorkersLost,
 )
@@ -223,6 +224,8 @@ class Supervisor:
                     self._lose_workers(f"workers: {report.message}")
             elif isinstance(report, LoadProgress) and self._phase < Phase.READY:
                 self._progress.show(report)
+            elif isinstance(report, RankWarning):
+                pass_on(report)
         except KeyError:
             logger.warning("a report came from an unknown process: %s", report)
 

@@ -73,6 +73,16 @@ class ChildFault:
 
 
 @dataclass(frozen=True, slots=True)
+class RankWarning:
+    """What a rank's process has logged, at `logging.WARNING` or above: it is read where the server's log is."""
+
+    rank: int
+    epoch: int
+    level: int  # as `logging` numbers them
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankPulse:
     """A rank lives, several times a second. `progress` grows with every layer; it may stand still unless `is_busy`.
 
@@ -144,6 +154,7 @@ SUPERVISOR_SCHEMA = Schema(
         7: WorkersFault,
         8: GatewayPulse,
         9: ReplicaPulse,
+        10: RankWarning,
     },
 )
 

@@ -35,6 +35,7 @@ from novainfer.protocol.supervision import (
     ChildReady,
     ChildStarted,
     LoadProgress,
+    RankWarning,
 )
 from novainfer.transport.addresses import RunDir
 from novainfer.transport.channel import bind_pull, connect_push
@@ -80,6 +81,9 @@ class FakeWorkers:
                 pid = self._start_process(rank) if self._behaviour == "processes" else os.getpid()
                 reports.send(SUPERVISOR_SCHEMA.encode(ChildStarted(ROLE_WORKER, rank, pid, epoch=epoch)))
                 reports.send(SUPERVISOR_SCHEMA.encode(LoadProgress(rank, "weights", 1, 2)))
+                if self._behaviour == "warn":
+                    warning = RankWarning(rank, epoch, logging.WARNING, "slow kernels")
+                    reports.send(SUPERVISOR_SCHEMA.encode(warning))
                 if self._behaviour == "fault":
                     reports.send(SUPERVISOR_SCHEMA.encode(ChildFault(ROLE_WORKER, rank, epoch, "out of memory")))
                 if rank == 0 and known and fingerprint not in known:

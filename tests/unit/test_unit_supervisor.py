@@ -145,6 +145,15 @@ def test_a_child_that_fails_when_it_exits_then_everything_ends_with_status_1_and
     assert not server.run_dir.exists()
 
 
+def test_a_worker_that_warns_when_it_loads_then_the_servers_log_has_it_and_the_server_serves(start: Start) -> None:
+    server = start(worker="warn")
+    assert "is ready" in server.wait_ready()
+    server.process.send_signal(signal.SIGTERM)
+    status, errors = server.finish()
+    assert status == 0
+    assert any("WARNING" in line and "worker 0: slow kernels" in line for line in errors.splitlines()), errors
+
+
 def test_a_serving_gateway_when_it_is_killed_then_another_one_is_started_and_nothing_else(start: Start) -> None:
     server = start()
     assert "is ready" in server.wait_ready()
