@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 
 from bench.make_checkpoint import Shape
+from kernels.linear.packing import step_of
 from kernels.linear.schemes import WeightScheme, head_scheme
 
 _ITEM_BYTES = 2  # of bf16, keys and values among them
@@ -21,9 +22,9 @@ def matrix_bytes(outputs: int, columns: int, scheme: WeightScheme | None) -> int
         return _ITEM_BYTES * outputs * columns
     if scheme.is_float:
         return outputs * (columns + 4)  # a float32 for each output
-    groups = -(-columns // scheme.group)
-    held = groups * scheme.group if scheme.bits == 4 else columns  # four bits are padded to whole groups
-    return outputs * (held * scheme.bits // 8 + _ITEM_BYTES * groups)
+    steps = -(-columns // step_of(scheme))
+    held = steps * step_of(scheme) if scheme.bits == 4 else columns  # four bits are padded to whole steps
+    return outputs * (held * scheme.bits // 8 + _ITEM_BYTES * steps)
 
 
 def weight_bytes(shape: Shape, scheme: WeightScheme | None) -> int:

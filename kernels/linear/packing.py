@@ -54,8 +54,14 @@ def pack_rounded(weight: Tensor, scheme: WeightScheme) -> PackedWeight:
     if scheme.rounds_rows or CHUNK % scheme.group:
         raise ValueError(f"kernel backend 'triton' has no {scheme.name} weights")
     integers, scales = quantize(weight, scheme)
-    packed = pack_nibbles(integers, scheme.group) if scheme.bits == 4 else integers.contiguous()
-    return PackedWeight(packed, scheme.bits, scheme.group, scales.contiguous())
+    step = step_of(scheme)
+    packed = pack_nibbles(integers, step) if scheme.bits == 4 else integers.contiguous()
+    return PackedWeight(packed, scheme.bits, step, _of_steps(scales, weight.shape[1], scheme.group, step))
+
+
+def step_of(scheme: WeightScheme) -> int:
+    """Columns that share a scale here, of integers: a group, or a part of one."""
+    return math.gcd(scheme.group, _LONGEST_STEP)
 
 
 def pack_integers(weight: IntegerWeight) -> PackedWeight | None:
@@ -73,8 +79,7 @@ def pack_integers(weight: IntegerWeight) -> PackedWeight | None:
     step = _LONGEST_STEP if weight.group >= k else math.gcd(weight.group, _LONGEST_STEP)
     if step < _SHORTEST_STEP:
         return None
-    steps = torch.arange(-(-k // step), device=weight.scales.device)
-    scales = weight.scales.index_select(1, steps * step // weight.group)
+    scales = _of_steps(weight.scales, k, weight.group, step)
     lowest, highest = _bounds(weight.integers, step)
     if step < _SHORTEST_NIBBLES or (highest.short() - lowest > 15).any():
         return PackedWeight(weight.integers.contiguous(), 8, step, scales)
@@ -94,6 +99,12 @@ def pack_nibbles(integers: Tensor, group: int) -> Tensor:
     padded = F.pad(integers, (0, -integers.shape[1] % group))
     halves = (padded.to(torch.int16) + 8).view(len(integers), -1, 2, group // 2)
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).to(torch.uint8).flatten(1).contiguous()
+
+
+def _of_steps(scales: Tensor, columns: int, group: int, step: int) -> Tensor:
+    """scales [N, groups] -> those of the steps that groups are cut into: [N, ceil(columns / step)]."""
+    steps = torch.arange(-(-columns // step), device=scales.device)
+    return scales.index_select(1, steps * step // group)
 
 
 def _bounds(integers: Tensor, step: int) -> tuple[Tensor, Tensor]:
