@@ -66,8 +66,12 @@ class Host:
         return done.stdout
 
     def holds(self, pid: int) -> bool:
-        """Whether a process (by its pid outside) is in this host's network."""
-        return os.readlink(f"/proc/{pid}/ns/net") == os.readlink(f"/proc/{self.pid}/ns/net")
+        """Whether a process (by its pid outside) is in this host's network; one that has ended is not."""
+        own = os.readlink(f"/proc/{self.pid}/ns/net")
+        try:
+            return os.readlink(f"/proc/{pid}/ns/net") == own
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            return False
 
     def close(self) -> None:
         """End the host and everything in it (idempotent)."""
