@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -58,11 +59,17 @@ class RankLog(logging.Handler):
         self._count += 1
         if self._count > MOST_PER_MINUTE:
             return
-        words = record.getMessage()[:_MOST_CHARACTERS]
+        try:
+            self._tell(record)
+        except Exception:  # whoever warns goes on, as with all handlers
+            self.handleError(record)
+
+    def _tell(self, record: logging.LogRecord) -> None:
+        assert self._socket is not None
+        # A client's own words may be in it: nothing in them looks like a line of the log, or is no text.
+        words = " ".join(record.getMessage()[:_MOST_CHARACTERS].split()).encode("utf-8", "replace").decode()
         if self._count == MOST_PER_MINUTE:
             words += " (what this process warns of in the rest of the minute is left out)"
-        try:
-            message = SUPERVISOR_SCHEMA.encode(RankWarning(self._rank, self._epoch, record.levelno, words))
+        message = SUPERVISOR_SCHEMA.encode(RankWarning(self._rank, self._epoch, record.levelno, words))
+        with suppress(zmq.Again):
             self._socket.send(message, zmq.NOBLOCK)
-        except zmq.Again:
-            pass

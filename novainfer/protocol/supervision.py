@@ -74,7 +74,7 @@ class ChildFault:
 
 @dataclass(frozen=True, slots=True)
 class RankWarning:
-    """What a rank's process has logged, at `logging.WARNING` or above: it is read where the server's log is."""
+    """What a rank's process has logged, at `logging.WARNING` or above; `message` is one line for the server's log."""
 
     rank: int
     epoch: int

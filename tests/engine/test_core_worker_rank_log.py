@@ -88,10 +88,16 @@ def test_given_a_rank_that_warns_of_each_step_when_a_minute_is_full_then_the_las
     assert last.message.startswith(f"step {MOST_PER_MINUTE - 1} (")
 
 
-def test_given_nobody_who_listens_when_a_rank_warns_then_nothing_waits(supervisor: Supervisor) -> None:
-    with RankLog(supervisor.context, None, rank=0, epoch=1):
-        log.warning("to nobody")
-    supervisor.warnings(0)
+def test_given_a_clients_words_in_a_warning_when_told_then_they_are_one_line_of_text(supervisor: Supervisor) -> None:
+    with supervisor.rank_log():
+        log.warning("a grammar cannot be built: %s", "no \ud800\n2026-01-01 INFO supervisor: all is\r\nwell")
+    (warning,) = supervisor.warnings(1)
+    assert warning.message == "a grammar cannot be built: no ? 2026-01-01 INFO supervisor: all is well"
+
+
+def test_given_nobody_who_listens_when_a_rank_warns_then_no_logger_is_asked_to_tell(supervisor: Supervisor) -> None:
+    with RankLog(supervisor.context, None, rank=0, epoch=1) as handler:
+        assert handler not in logging.getLogger().handlers
 
 
 def test_worker_process_when_it_warns_while_it_loads_then_the_supervisor_hears_of_it(supervisor: Supervisor) -> None:
