@@ -89,8 +89,9 @@ def test_given_a_rank_that_warns_of_each_step_when_a_minute_is_full_then_the_las
 
 
 def test_given_a_clients_words_in_a_warning_when_told_then_they_are_one_line_of_text(supervisor: Supervisor) -> None:
-    with supervisor.rank_log():
-        log.warning("a grammar cannot be built: %s", "no \ud800\n2026-01-01 INFO supervisor: all is\r\nwell")
+    words = "a grammar cannot be built: no \ud800\n2026-01-01 INFO supervisor: all is\r\nwell"
+    with supervisor.rank_log() as handler:  # given to it alone: pytest's own handlers send what is logged as UTF-8
+        handler.handle(logging.makeLogRecord({"levelno": logging.WARNING, "msg": words}))
     (warning,) = supervisor.warnings(1)
     assert warning.message == "a grammar cannot be built: no ? 2026-01-01 INFO supervisor: all is well"
 
