@@ -30,6 +30,8 @@ template <class T>
 struct Screen {
     const ScreenArguments& args;
     const SampleArguments& rows;
+    const T* x;  // [rows, k]
+    long x_stride;
     const float* rough;  // [rows, n]
     const float* norms;  // as TopBounds has them
     WantedPairs wanted;
@@ -51,17 +53,22 @@ struct Screen {
         });
     }
 
-    // Pairs with ids that could be the largest of a greedy row. (What rounds a logit, rounds its bounds, and keeps their order.)
+    // Pairs with ids that could be the largest of a greedy row. (What rounds a logit, rounds its bounds, and keeps their order.) The one
+    // that looks best is computed first: the others need not reach the least that it could be, but what it is, which few do.
     void want_largest(const TopBounds& tops, long threads) const {
         const long num_pairs = n / kPairColumns;
         parallel_for(rows.rows, kElementWork * rows.rows * num_pairs, threads, [&](long row) {
             if (!is_greedy(row)) return;
             Vec low = tops.lowest[row];
             for (long thread = 1; thread < threads; thread++) low = max(tops.lowest[thread * rows.rows + row], low);
-            const float least = rounded(splat(max_lanes(low)), (const T*)nullptr).p[0][0];
+            const float* bounds = tops.highest + row * num_pairs;
+            alignas(64) float logits[kPairColumns];
+            compute_row(std::max_element(bounds, bounds + num_pairs) - bounds, row, logits);
+            low = max(rounded(low, (const T*)nullptr), max(load(logits), load(logits + kLanes)));
+            const float least = max_lanes(low);
             for (long first = 0; first < num_pairs; first += kLanes) {
                 alignas(64) float highest[kLanes];
-                store(highest, rounded(load_some(tops.highest + row * num_pairs + first, num_pairs - first), (const T*)nullptr));
+                store(highest, rounded(load_some(bounds + first, num_pairs - first), (const T*)nullptr));
                 for (long i = 0; i < smaller(kLanes, num_pairs - first); i++) {
                     if (highest[i] >= least) wanted.add(first + i, row);
                 }
@@ -100,6 +107,7 @@ struct Screen {
                 }
             }
         }
+        best = larger_of(best, best_beside(candidates, count, row));
         for (long i = 0; i < count; i++) {
             if (candidates[i].x >= best) wanted.add(candidates[i].id / kPairColumns, row);
         }
@@ -126,11 +134,11 @@ struct Screen {
     }
 
     // Logits [rows][32] of a pair: of those rows that want it, if these are few.
-    void compute(long pair, const T* x, long x_stride, float* logits) const {
+    void compute(long pair, float* logits) const {
         const uint64_t wanting = wanted.rows[pair];
-        if (__builtin_popcountll(wanting) > kFewWanting) return compute_rows(pair, x, x_stride, logits, rows.rows);
+        if (__builtin_popcountll(wanting) > kFewWanting) return compute_rows(pair, 0, rows.rows, logits);
         for (long row = 0; row < rows.rows; row++) {
-            if (wanted.has(pair, row)) compute_rows(pair, x + row * x_stride, x_stride, logits + row * kPairColumns, 1);
+            if (wanted.has(pair, row)) compute_row(pair, row, logits + row * kPairColumns);
         }
     }
 
@@ -153,9 +161,22 @@ struct Screen {
     }
 
   private:
-    void compute_rows(long pair, const T* x, long x_stride, float* logits, long count) const {
-        if (args.exact.bits == 0) return linear_pair(args.exact.layer, pair, x, x_stride, logits, count);
-        quantized_pair(args.exact, pair, x, x_stride, logits, count);
+    void compute_rows(long pair, long row, long count, float* logits) const {
+        const T* from = x + row * x_stride;
+        if (args.exact.bits == 0) return linear_pair(args.exact.layer, pair, from, x_stride, logits, count);
+        quantized_pair(args.exact, pair, from, x_stride, logits, count);
+    }
+    void compute_row(long pair, long row, float* logits) const { compute_rows(pair, row, 1, logits); }
+
+    // What the pair of the best candidate has to compete with.
+    float best_beside(const Candidate* candidates, long count, long row) const {
+        const Candidate* most = candidates;
+        for (long i = 1; i < count; i++) most = candidates[i].x > most->x ? candidates + i : most;
+        const long pair = most->id / kPairColumns;
+        float values[kPairColumns];
+        compute_row(pair, row, values);
+        add_noise(row, pair * kPairColumns, values, -kInfinity);
+        return *std::max_element(values, values + kPairColumns);
     }
 
     // Beside what is not among the top_k all others might as well be forbidden.
@@ -251,7 +272,7 @@ int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T
     memset(wanting, 0, num_pairs * sizeof(uint64_t));
     const bool has_tops = num_integers == m && all_greedy(rows) && tops_of_products(args.rough, integers, tops, threads);
     float* rough = has_tops ? nullptr : rough_memory.get<float>(num_integers * n);
-    const Screen<T> screen{args, rows, rough, norms, {wanting}};
+    const Screen<T> screen{args, rows, x, x_stride, rough, norms, {wanting}};
     if (!has_tops) {
         rounded_linear<T>(args.rough, integers, rough, num_integers, threads);
         if (num_integers > m) rough_rows.join(rough, n, threads);
@@ -267,7 +288,7 @@ int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T
     if (count < 0) return kInVain;
     float* logits = logit_memory.get<float>(count * m * kPairColumns);
     parallel_for(count, (double)count * m * kPairColumns * k, threads, [&](long i) {
-        screen.compute(pairs[i], x, x_stride, logits + i * m * kPairColumns);
+        screen.compute(pairs[i], logits + i * m * kPairColumns);
     });
     parallel_for(m, kElementWork * m * count * kPairColumns, threads, [&](long row) {
         rows.out[row] = screen.winner(row, logits, pairs, count);

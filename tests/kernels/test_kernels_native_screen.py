@@ -208,6 +208,27 @@ def test_rows_whose_small_numbers_decide_beside_large_ones_when_picked_then_few_
         assert_picks(backend, ScreenedLinear(library, weight.bfloat16()), x.bfloat16(), params(num_rows))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("temperature", [0.0, 1e-3])
+def test_outputs_that_bounds_cannot_tell_from_the_best_when_picked_then_few_logits_suffice(
+    isa: str, temperature: float
+) -> None:
+    """Each could be larger than the least that the best one could be, and none than what that is."""
+    backend, library = CpuBackend(isa), load_library(isa)
+    torch.manual_seed(0)
+    signs = torch.randn(256).sign()  # rows of such numbers lose nothing in eight bits
+    direction = signs / signs.norm()
+    apart = torch.randn(4096, 256)
+    apart -= (apart @ direction)[:, None] * direction
+    reach = ScreenedLinear(library, apart.bfloat16(), None).reach.median()
+    along = torch.full((4096,), 8.2) * reach
+    along[1234] = 10.0 * reach
+    head = ScreenedLinear(library, (apart + along[:, None] * direction).bfloat16(), None)
+    x = signs.repeat(9, 1).bfloat16()
+    assert_picks(backend, head, x, params(9, temperature=[temperature]))
+    assert backend.pick(head, x, lambda: params(9))[0].tolist() == [1234] * 9
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_or_nearly_so_when_picked_then_all_logits_are_wanted(dtype: torch.dtype) -> None:
     backend, library = CpuBackend(), load_library()
