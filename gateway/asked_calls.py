@@ -1,13 +1,14 @@
-"""A `tool_choice` that demands calls: the grammar of those, in the form that the model writes them in."""
+"""Calls as grammars: those that a `tool_choice` demands, and those that may come in place of an answer of a form."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from gateway.asked_grammar import Asked, may_fit, to_json, too_large
+from gateway.asked_grammar import FORMAT, Asked, may_fit, to_json, too_large
 from gateway.schemas import ChatRequest
 from novainfer.errors import InvalidRequestError
-from novainfer.sampling.grammars import CALLS
+from novainfer.sampling.grammars import CALLS, INSTEAD
 from novainfer.sampling.params import MAX_GRAMMAR_BYTES
 from novainfer.sampling.schema_walk import leads_to_schema, schemas_in
 from novainfer.text.tokenizer import Tokenizer
@@ -39,14 +40,30 @@ def asked_calls(request: ChatRequest, form: str, tokenizer: Tokenizer) -> Asked 
         raise InvalidRequestError("tool_choice demands a call, and tools has no such function.", param=_PARAM)
     if not may_fit(chosen, _MOST_BYTES):
         raise too_large(_TOOLS)
-    marks = CALL_FORMS[FORM].marks
-    source = {
-        "schema": schema_of(chosen),
-        "marks": marks,
-        "are_special": len(tokenizer.special_ids_of(marks)) == len(marks),
-        "is_many": request.parallel_tool_calls and choice == "required",
-    }
+    source = _source_of(schema_of(chosen), tokenizer, is_many=request.parallel_tool_calls and choice == "required")
     return Asked(_TOOLS, CALLS, to_json(source, _TOOLS))
+
+
+def calls_or(request: ChatRequest, answer: Asked, form: str, tokenizer: Tokenizer) -> Asked | None:
+    """Calls, or the answer that `response_format` asks for, as OpenAI has it; None: the model has nothing to call.
+
+    Nobody demands these calls. So as without an answer's form their arguments need not follow the functions' schemas,
+    which may hold what no grammar can say. Raises `InvalidRequestError`.
+    """
+    is_free = bool(request.tools) and request.tool_choice in (None, "auto") and not request.continue_final_message
+    if not is_free or form != FORM or answer.param != FORMAT:
+        return None
+    names = list(dict.fromkeys(tool["function"]["name"] for tool in request.tools))
+    call = {"name": {"enum": names}, "arguments": {"type": "object"}}
+    schema = {"type": "object", "properties": call, "required": [*call], "additionalProperties": False}
+    source = _source_of(schema, tokenizer, is_many=request.parallel_tool_calls)
+    return Asked(FORMAT, CALLS, to_json(source | {INSTEAD: json.loads(answer.source)}, FORMAT))
+
+
+def _source_of(schema: dict[str, Any], tokenizer: Tokenizer, *, is_many: bool) -> dict[str, Any]:
+    marks = CALL_FORMS[FORM].marks
+    are_special = len(tokenizer.special_ids_of(marks)) == len(marks)
+    return {"schema": schema, "marks": marks, "are_special": are_special, "is_many": is_many}
 
 
 def schema_of(functions: list[dict[str, Any]]) -> dict[str, Any]:

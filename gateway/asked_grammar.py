@@ -19,7 +19,7 @@ from novainfer.text.model_parsers import thoughts_after
 from novainfer.text.parts import BARRED, NONE
 
 FORMATS = ("text", "json_object", "json_schema")  # types of `response_format`
-_FORMAT, _OUTPUTS = "response_format", "structured_outputs"
+FORMAT, OUTPUTS = "response_format", "structured_outputs"
 _LEAST = 2  # characters of JSON that a value takes: one, and what stands before the next
 _ANY_OBJECT = '{"type": "object"}'
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
@@ -52,7 +52,7 @@ def asked_grammar(request: ChatRequest | CompletionRequest) -> Asked | None:
     asked = None if given is None else _of_format(given)
     outputs = None if request.structured_outputs is None else _of_outputs(request.structured_outputs)
     if asked is not None and outputs is not None:
-        raise InvalidRequestError(f"{_OUTPUTS} cannot be combined with {_FORMAT}.", param=_OUTPUTS)
+        raise InvalidRequestError(f"{OUTPUTS} cannot be combined with {FORMAT}.", param=OUTPUTS)
     return asked or outputs
 
 
@@ -72,40 +72,40 @@ async def make_grammar(call: Call, asked: Asked, thoughts: str = BARRED) -> str:
 def _of_format(given: dict[str, Any]) -> Asked | None:
     kind = given.get("type")
     if kind not in FORMATS:
-        raise InvalidRequestError(f"response_format.type must be one of {', '.join(FORMATS)}.", param=_FORMAT)
+        raise InvalidRequestError(f"response_format.type must be one of {', '.join(FORMATS)}.", param=FORMAT)
     if kind == "text":
         return None
     if kind == "json_object":
-        return Asked(_FORMAT, JSON, _ANY_OBJECT)
+        return Asked(FORMAT, JSON, _ANY_OBJECT)
     about = given.get("json_schema")
     schema = about.get("schema") if isinstance(about, dict) else None
     if not isinstance(about, dict) or not isinstance(schema, dict):
         words = "response_format.json_schema must be an object whose 'schema' is an object."
-        raise InvalidRequestError(words, param=_FORMAT)
+        raise InvalidRequestError(words, param=FORMAT)
     name, strict = about.get("name"), about.get("strict")
     if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
         words = "response_format.json_schema.name must be 1 to 64 of the characters A-Z, a-z, 0-9, _ and -."
-        raise InvalidRequestError(words, param=_FORMAT)
+        raise InvalidRequestError(words, param=FORMAT)
     if not isinstance(about.get("description"), str | None):
-        raise InvalidRequestError("response_format.json_schema.description must be a text.", param=_FORMAT)
+        raise InvalidRequestError("response_format.json_schema.description must be a text.", param=FORMAT)
     if not isinstance(strict, bool | None):
-        raise InvalidRequestError("response_format.json_schema.strict must be true or false.", param=_FORMAT)
-    return Asked(_FORMAT, JSON, _schema_text(schema, _FORMAT))
+        raise InvalidRequestError("response_format.json_schema.strict must be true or false.", param=FORMAT)
+    return Asked(FORMAT, JSON, _schema_text(schema, FORMAT))
 
 
 def _of_outputs(given: dict[str, Any]) -> Asked:
     fields = {name: value for name, value in given.items() if value is not None}
     kind, value = next(iter(fields.items()), ("", None))
     if len(fields) > 1 or kind not in KINDS:
-        words = f"{_OUTPUTS} must have one of {', '.join(KINDS)}, and nothing else."
-        raise InvalidRequestError(words, param=_OUTPUTS)
+        words = f"{OUTPUTS} must have one of {', '.join(KINDS)}, and nothing else."
+        raise InvalidRequestError(words, param=OUTPUTS)
     if kind == CHOICE:
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-            raise InvalidRequestError(f"{_OUTPUTS}.choice must be a list of one or more texts.", param=_OUTPUTS)
+            raise InvalidRequestError(f"{OUTPUTS}.choice must be a list of one or more texts.", param=OUTPUTS)
     elif not isinstance(value, str) and not (kind == JSON and isinstance(value, dict)):
         wanted = "a JSON schema, or its text" if kind == JSON else "a text"
-        raise InvalidRequestError(f"{_OUTPUTS}.{kind} must be {wanted}.", param=_OUTPUTS)
-    return Asked(_OUTPUTS, kind, value if isinstance(value, str) else _schema_text(value, _OUTPUTS))
+        raise InvalidRequestError(f"{OUTPUTS}.{kind} must be {wanted}.", param=OUTPUTS)
+    return Asked(OUTPUTS, kind, value if isinstance(value, str) else _schema_text(value, OUTPUTS))
 
 
 def _schema_text(value: Any, param: str) -> str:

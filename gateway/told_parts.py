@@ -17,9 +17,17 @@ from novainfer.text.tokenizer import Tokenizer
 
 
 def telling_of(
-    request: ChatRequest, parsers: Parsers, tokenizer: Tokenizer, prompt_token_ids: list[int]
+    request: ChatRequest,
+    parsers: Parsers,
+    tokenizer: Tokenizer,
+    prompt_token_ids: list[int],
+    *,
+    calls_lead: bool = False,
 ) -> Telling | None:
-    """What is taken out of the text of an answer; None: nothing. Calls are looked for only where there are tools."""
+    """What is taken out of the text of an answer; None: nothing. Calls are looked for only where there are tools.
+
+    calls_lead: and only at its beginning, as in what has another form a mark means nothing.
+    """
     calls = parsers.calls if request.tools and request.tool_choice != "none" else NONE
     thoughts = TOLD if request.separate_reasoning else KEPT
     telling = Telling(
@@ -27,6 +35,7 @@ def telling_of(
         parsers.reasoning,
         thoughts if request.include_reasoning else DROPPED,
         is_parallel=request.parallel_tool_calls,
+        calls_lead=calls_lead and calls != NONE,
     )
     if telling.is_plain:
         return None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gateway.asked_calls import asked_calls
-from gateway.asked_grammar import asked_grammar, make_grammar, thoughts_before
+from gateway.asked_calls import asked_calls, calls_or
+from gateway.asked_grammar import OUTPUTS, Asked, asked_grammar, make_grammar, thoughts_before
 from gateway.response_echo import Echo
 from gateway.routes.endpoint import Call
 from gateway.routes.generate import Manner, generate
 from gateway.schemas import ROLES, ChatRequest, TokenizeRequest, without_prompt
+from gateway.service import GatewayService
 from gateway.text_jobs import RenderJob
 from gateway.told_parts import telling_of
 from novainfer.errors import InvalidRequestError
@@ -29,11 +30,7 @@ async def answer_chat(call: Call, request: ChatRequest, headers: dict[str, str],
     wants_receipt = call.wants_receipt(request)
     model = service.check_model(request.model)
     refuse_unsupported(request)
-    calls = asked_calls(request, service.parsers.calls, service.tokenizer)
-    form = asked_grammar(request)
-    if calls is not None and form is not None:
-        words = f"A tool_choice that demands a call cannot be combined with {form.param}."
-        raise InvalidRequestError(words, param="tool_choice")
+    calls, form = _asked(request, service)
     asked = calls or form
     with service.admit_generation(call.info, request, 1):
         (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
@@ -45,12 +42,24 @@ async def answer_chat(call: Call, request: ChatRequest, headers: dict[str, str],
                 parsers = parsers._replace(reasoning=NONE)
             if calls is None:  # all of the answer is
                 parsers = parsers._replace(calls=NONE)
-        telling = telling_of(request, parsers, service.tokenizer, token_ids)
+        telling = telling_of(request, parsers, service.tokenizer, token_ids, calls_lead=form is not None)
         if (telling is None or telling.calls == NONE) and not grammar:
             request = _with_marks_of_calls(request)
         request = without_prompt(request, grammar)
         prompts = [(token_ids, "")]
         await generate(call, request, prompts, headers, Manner(model, wants_receipt, telling, echo))
+
+
+def _asked(request: ChatRequest, service: GatewayService) -> tuple[Asked | None, Asked | None]:
+    """The calls that an answer has to be, or may be in place of a form, and that form. Raises `InvalidRequestError`."""
+    form_of_calls, tokenizer = service.parsers.calls, service.tokenizer
+    calls, form = asked_calls(request, form_of_calls, tokenizer), asked_grammar(request)
+    if calls is None:
+        return None if form is None else calls_or(request, form, form_of_calls, tokenizer), form
+    if form is not None and form.param == OUTPUTS:  # which is about all of the answer, calls too
+        words = f"A tool_choice that demands a call cannot be combined with {form.param}."
+        raise InvalidRequestError(words, param="tool_choice")
+    return calls, None  # there will be no answer that could have a form
 
 
 def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> RenderJob:

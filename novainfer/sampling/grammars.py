@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 JSON, REGEX, CHOICE, LARK = "json", "regex", "choice", "grammar"
 KINDS = (JSON, REGEX, CHOICE, LARK)
 CALLS = "calls"  # of tools: a JSON object with "schema" of a call, its "marks", "are_special" and "is_many"
+INSTEAD = "instead"  # in that, if need be: the schema of what may be said in place of calls
 _MOST_CALLS = 16
 BUILD_SECONDS = 0.05  # of CPU time, for a grammar, and once more for a text of it: most that a server takes
 # The deepest grammars of `MAX_GRAMMAR_BYTES` have taken up to 32 MiB, those with as many names as they may have, 10. A
@@ -169,9 +170,18 @@ def _calls_body(source: str, space: str) -> list[str]:
     asked = json.loads(source)
     before, behind = asked["marks"] if asked["are_special"] else map(json.dumps, asked["marks"])
     more = f' ("\\n" call){{0,{_MOST_CALLS - 1}}}' if asked["is_many"] else ""
-    rules = [f"body: SPACE? call{more}", f"SPACE: {space}"] if space else [f"body: call{more}"]
-    (inner,) = _json_body(json.dumps(asked["schema"]), _NO_SPACE)
-    return [*rules, f'call: {before} "\\n" object "\\n" {behind}', inner.replace("body:", "object:", 1)]
+    said, rules = f"call{more}", list[str]()
+    if INSTEAD in asked:
+        said = f"({said} | answer)"
+        rules += _rule_of("answer", asked[INSTEAD])
+    rules += _rule_of("object", asked["schema"])
+    body = [f"body: SPACE? {said}", f"SPACE: {space}"] if space else [f"body: {said}"]
+    return [*body, f'call: {before} "\\n" object "\\n" {behind}', *rules]
+
+
+def _rule_of(name: str, schema: dict[str, Any]) -> list[str]:
+    (body,) = _json_body(json.dumps(schema), _NO_SPACE)
+    return [body.replace("body:", f"{name}:", 1)]
 
 
 _BODIES = {CALLS: _calls_body, JSON: _json_body, REGEX: _regex_body, CHOICE: _choice_body, LARK: _lark_body}

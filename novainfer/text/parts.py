@@ -31,7 +31,7 @@ class Telling(NamedTuple):
     """How one answer is told.
 
     thoughts: what becomes of reasoning. is_parallel: more than the first call is told. is_inside: the prompt ends
-    inside a thought.
+    inside a thought. calls_lead: calls are all that an answer says, or it has none.
     """
 
     calls: str = NONE
@@ -39,6 +39,7 @@ class Telling(NamedTuple):
     thoughts: str = TOLD
     is_parallel: bool = True
     is_inside: bool = False
+    calls_lead: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -72,7 +73,7 @@ class PartsParser:
         if telling.reasoning != NONE:
             self._thought = ThoughtSplitter(is_inside=telling.is_inside, verbatim=telling.thoughts == KEPT)
         if telling.calls != NONE:
-            self._calls = CallSplitter(CALL_FORMS[telling.calls])
+            self._calls = CallSplitter(CALL_FORMS[telling.calls], leads=telling.calls_lead)
 
     @property
     def is_inside(self) -> bool:

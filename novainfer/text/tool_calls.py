@@ -124,10 +124,11 @@ def call_id(form: str, response_id: str, choice: int, index: int) -> str:
 
 
 class CallSplitter:
-    """Cuts a text into content and calls."""
+    """Cuts a text into content and calls. leads: what follows content is content too."""
 
-    def __init__(self, form: CallForm) -> None:
+    def __init__(self, form: CallForm, *, leads: bool = False) -> None:
         self._form = form
+        self._is_over_behind_content = leads or not form.opens
         self._sink = CallSink()
         self._space: list[str] = []  # white space that a call may follow
         self._kept = ""  # behind it: what may become the opening mark
@@ -158,6 +159,7 @@ class CallSplitter:
         """The content and the calls that are now certain."""
         if self._is_plain(text):
             self._is_behind_call = False
+            self._is_over = self._is_over_behind_content
             return text, []
         content: list[str] = []
         while text:
@@ -225,9 +227,9 @@ class CallSplitter:
             self._end_call()
             return ""
         self._reader, self._raw = None, []
-        keep = partial_mark(raw, self._form.opens) if self._form.opens else 0
+        keep = 0 if self._is_over_behind_content else partial_mark(raw, self._form.opens)
         self._tell(raw[: len(raw) - keep], content)
-        if not self._form.opens:
+        if self._is_over_behind_content:
             self._is_over = True
             content.append(self._take_space())
         return raw[len(raw) - keep :]
@@ -253,12 +255,14 @@ class CallSplitter:
         mark = self._form.opens
         text, self._kept = self._kept + text, ""
         start = text.find(mark)
+        cut = len(text) - partial_mark(text, mark) if start < 0 else start
+        if self._is_over_behind_content and text[:cut].strip():
+            self._is_over, self._is_behind_call = True, False
+            return self._take_space() + text
+        self._tell(text[:cut], content)
         if start < 0:
-            keep = partial_mark(text, mark)
-            self._kept = text[len(text) - keep :]
-            self._tell(text[: len(text) - keep], content)
+            self._kept = text[cut:]
             return ""
-        self._tell(text[:start], content)
         self._begin(self._take_space() + mark)
         return text[start + len(mark) :]
 

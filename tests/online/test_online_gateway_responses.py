@@ -401,9 +401,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"modalities": ["audio"]}, "modalities", "'text'"),
     ({"min_tokens": 5, "max_output_tokens": 2}, "min_tokens", "must not be above max_output_tokens"),
     (
-        {"tools": FLAT, "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
+        {"tools": FLAT, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
         "tool_choice",
-        "cannot be combined with text.format",
+        "cannot be combined with structured_outputs",
     ),
     ({"reasoning": {"effort": "x" * 7_500_000}}, "reasoning", "at most 64 characters"),
     ({"include": INCLUDE, "top_logprobs": -1}, "top_logprobs", "top_logprobs must be between"),

@@ -165,6 +165,23 @@ def test_given_a_form_when_the_model_thinks_and_has_tools_then_it_may_think_firs
     assert thinker.scheduler.added[-1].params.grammar == ""
 
 
+def test_given_a_form_and_tools_when_calls_begin_the_answer_then_they_are_told_and_nothing_else_is(
+    thinker: Pair,
+) -> None:
+    body = {"messages": HELLO, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    thinker.say(f"{THOUGHT}{CALL}{OTHER}")
+    for fields, calls in (({}, TOLD), ({"parallel_tool_calls": False}, TOLD[:1])):
+        said = asked(thinker, {**body, **fields})
+        assert said.plain == ("", "Hello? <tool_call>", calls, ["tool_calls"])
+        assert streamed(thinker, {**body, **fields})[0].plain == said.plain
+        grammar = thinker.scheduler.added[-1].params.grammar
+        assert "| answer)" in grammar
+        assert ("{0,15}" in grammar) == (len(calls) == 2)
+    for fields in ({"tool_choice": "none"}, {"response_format": None, "structured_outputs": {"json": {}}}):
+        assert asked(thinker, {**body, **fields}).calls == []
+        assert "answer" not in thinker.scheduler.added[-1].params.grammar
+
+
 TOLD = [("f", ARGUMENTS), ("g", "{}")]
 REST = f"Let me look.\n\n{CALL}{OTHER}"
 

@@ -194,11 +194,10 @@ def test_given_a_demanded_call_that_cannot_be_when_sent_then_400_names_the_field
         assert caught.value.param == param, (tools, choice)
 
 
-def test_given_a_demanded_call_and_a_form_when_sent_then_both_are_looked_at_and_together_they_are_400(
+def test_given_a_demanded_call_and_a_form_when_sent_then_both_are_looked_at_and_the_call_comes_unless_all_has_a_form(
     sdk: openai.OpenAI,
 ) -> None:
     for options, param in (
-        ({"response_format": FORMAT}, "tool_choice"),
         ({"response_format": None, "extra_body": {"structured_outputs": {"regex": "a"}}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": FORMAT, "tool_choice": "any"}, "tool_choice"),
@@ -207,7 +206,34 @@ def test_given_a_demanded_call_and_a_form_when_sent_then_both_are_looked_at_and_
             ask(sdk, **{"tools": TOOLS, "tool_choice": "required", **options})
         assert caught.value.param == param, options
     ask(sdk, tools=TOOLS, tool_choice=NAMED, response_format={"type": "text"}, max_completion_tokens=2)
-    ask(sdk, tools=TOOLS, tool_choice="auto", max_completion_tokens=2)
+    for form in (FORMAT, {"type": "json_object"}):
+        choice = ask(sdk, tools=TOOLS, tool_choice=NAMED, response_format=form).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert [call.function.name for call in choice.message.tool_calls] == ["add"]
+
+
+def test_given_tools_and_a_form_when_answered_then_each_answer_is_calls_or_has_the_form(sdk: openai.OpenAI) -> None:
+    sums: list[Any] = [{"role": "user", "content": "What is 23 plus 45?"}]
+    seen = set()
+    for seed, messages in enumerate([QUESTION, sums] * 4):
+        for is_parallel in (True, False):
+            options: Any = {"tools": TOOLS, "parallel_tool_calls": is_parallel, "temperature": 1.5, "seed": seed}
+            choice = ask(sdk, messages=messages, **options).choices[0]
+            message = choice.message
+            if choice.finish_reason == "length":  # an argument that may be anything
+                continue
+            seen.add(choice.finish_reason)
+            if choice.finish_reason == "stop":
+                assert (is_person(message.content), message.tool_calls) == (True, None)
+            else:
+                assert (choice.finish_reason, message.content) == ("tool_calls", None)
+                calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
+                assert all(name in ("get_weather", "add", "stop") for name, _ in calls)
+                assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+                assert is_parallel or len(calls) == 1
+            text, end = streamed(sdk, messages=messages, **options)
+            assert (text, end) == (message.content or "", choice.finish_reason)
+    assert seen == {"stop", "tool_calls"}
 
 
 def test_given_rules_that_leave_no_token_when_asked_for_then_it_is_the_clients_error_and_others_do_not_notice(

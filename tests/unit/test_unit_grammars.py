@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.asked_calls import asked_calls, schema_of
+from gateway.asked_calls import asked_calls, calls_or, schema_of
 from gateway.asked_grammar import Asked, asked_grammar
 from gateway.schemas import ChatRequest, CompletionRequest, parse, without_prompt
 from gateway.text_child import TextWork
@@ -22,6 +22,7 @@ from novainfer.sampling import grammars
 from novainfer.sampling.grammars import (
     CALLS,
     CHOICE,
+    INSTEAD,
     JSON,
     LARK,
     REGEX,
@@ -563,6 +564,43 @@ def test_given_calls_that_are_demanded_when_their_grammar_is_made_then_it_allows
     assert fits(one, f, special=special)
     assert not fits(one, f"{f}\n{g}", special=special)
     assert fits(one, f"<hm>x</hm>\n\n{g}", special=special) == (thoughts is not None)
+    either = make_grammar(CALLS, json.dumps(source | {INSTEAD: PERSON}), thoughts)
+    for text in (f, f"{f}\n{g}", '{"name": "x"}'):
+        assert fits(either, text, special=special), text
+    for text in ("", f'{f}\n{{"name": "x"}}', f'{{"name": "x"}}\n{f}', "5"):
+        assert not fits(either, text, special=special), text
+    assert fits(either, '<hm>x</hm>\n\n{"name": "x"}', special=special) == (thoughts is not None)
+
+
+def test_given_tools_beside_a_form_when_looked_at_then_calls_may_come_in_its_place_where_the_model_knows_how(
+    tokenizer: Tokenizer,
+) -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"not": {}}}} for name in ("f", "g", "f")]
+    body = CHAT | {"tools": tools, "response_format": {"type": "json_object"}}
+
+    def offered(form: str = "hermes", **fields: Any) -> Asked | None:
+        request = parse(ChatRequest, body | fields, strict_params=True)[0]
+        answer = asked_grammar(request)
+        assert answer is not None
+        return calls_or(request, answer, form, tokenizer)
+
+    for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}):
+        asked = offered(**fields)
+        assert asked is not None
+        assert (asked.param, asked.kind) == ("response_format", CALLS)
+        source = json.loads(asked.source)
+        assert source[INSTEAD] == {"type": "object"}
+        assert source["schema"]["properties"]["name"] == {"enum": ["f", "g"]}
+        assert source["is_many"] == fields.get("parallel_tool_calls", True)
+    said = [{"role": "assistant", "content": "{"}]
+    for fields in (
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"form": "llama3_json"},
+        {"response_format": None, "structured_outputs": {"regex": "a"}},
+        {"messages": said, "continue_final_message": True},
+    ):
+        assert offered(**fields) is None, fields
 
 
 @pytest.mark.parametrize(

@@ -354,8 +354,8 @@ def test_given_a_part_of_the_wrong_kind_when_rendered_then_it_is_said_which_ther
             "min_tokens",
         ),
         (
-            ("A tool_choice that demands a call cannot be combined with response_format.", "tool_choice"),
-            "A tool_choice that demands a call cannot be combined with text.format.",
+            ("A tool_choice that demands a call cannot be combined with structured_outputs.", "tool_choice"),
+            "A tool_choice that demands a call cannot be combined with structured_outputs.",
             "tool_choice",
         ),
         (("No.", None), "No.", ""),

@@ -21,6 +21,7 @@ LLAMA = Telling(calls="llama3_json")
 MISTRAL = Telling(calls="mistral")
 THINK = Telling(reasoning="think")
 QWEN3 = Telling(calls="hermes", reasoning="think")
+LEADS = Telling(calls="hermes", calls_lead=True)
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,12 @@ CASES: list[tuple[Telling, str, Told]] = [
         Told("\n<think>Hm.</think>", (("now", "{}"),)),
     ),
     (HERMES._replace(is_parallel=False), f"{CALL}\n{TIME}", Told("", (CALLED,))),
+    (LEADS, f"\n{CALL}\n{TIME}", Told("", (CALLED, ("now", "{}")))),
+    (LEADS, f'{{"a": "{CALL}"}}', Told(f'{{"a": "{CALL}"}}')),
+    (LEADS, f" <tool x {CALL}", Told(f" <tool x {CALL}")),
+    (LEADS, f"{CALL}\nx {TIME}", Told(f"\nx {TIME}", (CALLED,))),
+    (LEADS, f"<tool_call>no{CALL}", Told(f"<tool_call>no{CALL}")),
+    (LEADS._replace(reasoning="think"), f"<think>\nHm.\n</think>\n\n{CALL}", Told("", (CALLED,), "Hm.")),
 ]
 
 
@@ -259,7 +266,7 @@ def test_given_an_answer_that_is_cut_short_anywhere_when_told_then_whole_and_str
             assert (name, more[: len(arguments)]) == (later, arguments)
 
 
-ALL = [HERMES, LLAMA, MISTRAL, THINK, QWEN3, QWEN3._replace(thoughts=KEPT), LLAMA._replace(reasoning="think")]
+ALL = [HERMES, LEADS, LLAMA, MISTRAL, THINK, QWEN3, QWEN3._replace(thoughts=KEPT), LLAMA._replace(reasoning="think")]
 WORDS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "{",
     "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "\\u00e9", "\\ud83c", '"name": "f"', '"arguments": {', "f",
@@ -308,7 +315,7 @@ def test_given_arguments_when_they_are_being_written_then_they_are_told_as_they_
 
 
 def test_given_parsers_that_have_nothing_more_to_find_when_asked_then_they_say_so() -> None:
-    for telling, text in ((THINK, "<think>a</think>\n\nb"), (THINK, "b"), (LLAMA, " b")):
+    for telling, text in ((THINK, "<think>a</think>\n\nb"), (THINK, "b"), (LLAMA, " b"), (LEADS, " b")):
         parser = PartsParser(telling)
         states = [(parser.feed(letter), parser.is_over)[1] for letter in text]
         assert states == [False] * (len(text) - 1) + [True]
