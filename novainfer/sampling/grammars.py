@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from novainfer.errors import InvalidRequestError
 from novainfer.sampling.grammar_checks import check_lark, check_names, check_regex, check_schema, no_schema, words_for
 from novainfer.sampling.params import MAX_GRAMMAR_BYTES
+from novainfer.sampling.schema_rewrites import rewrite
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -132,6 +133,8 @@ def _thinking(thoughts: Thoughts | None) -> list[str]:
 def _json_body(source: str, space: str) -> list[str]:
     try:
         schema = json.loads(source)
+        if isinstance(schema, dict):
+            rewrite(schema)
         check_schema(schema)
         text = json.dumps(schema | {"x-guidance": _JSON_OPTIONS}, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:

@@ -62,6 +62,20 @@ def fits(grammar: str, text: str, *, special: bool = False) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
+def map_of(names: Any, **more: Any) -> str:
+    """A schema of numbers by names: as schemas made of types write a map."""
+    schema = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
+    return json.dumps({**schema, "$defs": {"E": {"type": "string", "title": "E", "enum": ["a", "b"]}}, **more})
+
+
+def maps_in_maps(levels: int) -> str:
+    """A short schema, each level of which would be written out ten times in the one around it."""
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "propertyNames": {"enum": [*"abcdefghij"]}, "additionalProperties": schema}
+    return json.dumps(schema)
+
+
 @pytest.mark.parametrize(
     ("kind", "source", "right", "wrong"),
     [
@@ -74,6 +88,14 @@ def fits(grammar: str, text: str, *, special: bool = False) -> bool:
         (JSON, "{}", ["5", '"x"', "[1, 2, {}]", "null"], ["", "x", "[1,", "[1,  2]"]),
         (JSON, '{"type": "object"}', ["{}", '{"a": [1]}'], ["[]", "1"]),
         (JSON, '{"enum": ["a", 1]}', ['"a"', "1"], ["a", "2"]),
+        (JSON, map_of({"type": "string", "description": "any"}), ["{}", '{"x": 1}'], ['{"x": "y"}']),
+        (JSON, map_of(True), ["{}", '{"x": 1}'], ['{"x": "y"}']),
+        (JSON, map_of({"enum": ["a", "b"]}), ["{}", '{"a": 1, "b": 2}', '{"b": 2}'], ['{"c": 1}', '{"a": "y"}']),
+        (JSON, map_of({"$ref": "#/$defs/E"}, required=["b"]), ['{"b": 2}'], ["{}", '{"b": 1, "c": 1}']),
+        (JSON, map_of({"enum": ["a"]}, minProperties=1, additionalProperties=True), ['{"a": []}'], ["{}", '{"c": 1}']),
+        (JSON, map_of({"enum": ["a"]}, additionalProperties=False), ["{}"], ['{"a": 1}']),
+        (JSON, map_of({"type": "string", "pattern": "^[a-c]$"}), ["{}", '{"c": 1}'], ['{"d": 1}', '{"c": "x"}']),
+        (JSON, json.dumps({"type": "string", "format": "password"}), ['"x y"', '""'], ["5"]),
         (REGEX, "[0-9]{3}-/x", ["123-/x"], ["12-/x", "123-/x1"]),
         (REGEX, 'a"\\n|\\/', ['a"\n', "/"], ["a", ""]),
         (CHOICE, '["yes", "no", "ye\\"s\\n", "\\\\d"]', ["yes", "no", 'ye"s\n', "\\d"], ["y", "yesno", "5", ""]),
@@ -162,6 +184,20 @@ NAMED = {
         (JSON, '{"items": {"dependencies": {"a": ["b"]}}}', "'dependencies' is not supported"),
         (JSON, '{"x-guidance": {"lenient": true}}', "'x-guidance' is not supported"),
         (JSON, '{"format": "phone", "type": "string"}', "Unknown format"),
+        *[
+            (JSON, source, "propertyNames")
+            for source in (
+                map_of({"type": "string", "maxLength": 3}),
+                map_of({"type": ["string", "null"], "enum": ["a"]}),
+                map_of({"enum": ["a", 5]}),
+                map_of({"enum": {"a": 5}}),
+                map_of({"pattern": "a"}, properties={"b": {}}),
+                map_of({"$ref": "#/$defs/F"}),
+                map_of(False),
+                map_of({"enum": [f"n{i}" for i in range(4000)]}),
+                maps_in_maps(30),
+            )
+        ],
         (JSON, '{"oneOf": [{"type": "number"}, {"type": "integer"}]}', "oneOf is only supported .* use anyOf"),
         (JSON, '{"items": {"oneOf": [{"const": 1}, {"const": 2}]}}', "oneOf is only supported .* use anyOf"),
         (JSON, '{"$ref": "#"}', "No text fits"),
@@ -584,7 +620,8 @@ def test_given_tools_beside_a_form_when_looked_at_then_calls_may_come_in_its_pla
         assert answer is not None
         return calls_or(request, answer, form, tokenizer)
 
-    for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}):
+    more: list[dict[str, Any]] = [{}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}]
+    for fields in more:
         asked = offered(**fields)
         assert asked is not None
         assert (asked.param, asked.kind) == ("response_format", CALLS)
@@ -593,13 +630,14 @@ def test_given_tools_beside_a_form_when_looked_at_then_calls_may_come_in_its_pla
         assert source["schema"]["properties"]["name"] == {"enum": ["f", "g"]}
         assert source["is_many"] == fields.get("parallel_tool_calls", True)
     said = [{"role": "assistant", "content": "{"}]
-    for fields in (
+    more = [
         {"tools": []},
         {"tool_choice": "none"},
         {"form": "llama3_json"},
         {"response_format": None, "structured_outputs": {"regex": "a"}},
         {"messages": said, "continue_final_message": True},
-    ):
+    ]
+    for fields in more:
         assert offered(**fields) is None, fields
 
 
