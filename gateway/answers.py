@@ -166,7 +166,7 @@ class ChatChunks(_Chunks):
         return chunks
 
     def _logprobs_of(self, delta: ChoiceDelta) -> str:
-        return _described(delta, ChatLogprobs(ascii_only=True)) if self._record.logprobs else "null"
+        return _described(delta, ChatLogprobs, self._record) if self._record.logprobs else "null"
 
 
 class CompletionChunks(_Chunks):
@@ -184,7 +184,7 @@ class CompletionChunks(_Chunks):
         prompt = self._generation.prompt_of(delta.choice)
         is_told = self._record.echo and self._record.logprobs and not self._places[delta.choice]
         if is_told and prompt.request_id not in self._echoes:
-            echo = CompletionLogprobs(ascii_only=True)
+            echo = CompletionLogprobs(ascii_only=True, as_ids=self._record.tokens_as_ids)
             await _describe(self._generation, prompt, echo)
             self._echoes[prompt.request_id] = "".join(echo.write())
 
@@ -200,7 +200,7 @@ class CompletionChunks(_Chunks):
             self._ends(delta.choice)
         ids = self._record.token_ids and bool(delta.token_ids)
         if delta.text or delta.logprobs or ids or delta.finish_reason is not None:
-            logprobs = _described(delta, CompletionLogprobs(ascii_only=True)) if delta.logprobs else "null"
+            logprobs = _described(delta, CompletionLogprobs, self._record) if delta.logprobs else "null"
             fields = f'"text":{json_string(delta.text)},"logprobs":{logprobs},{_finish(delta)}'
             chunks.append(self._chunk(delta.choice, fields + (f',"token_ids":{delta.token_ids}' if ids else "")))
         return "".join(chunks).encode()
@@ -245,7 +245,8 @@ class _Answer(ABC, Generic[Logprobs]):
         self._num_prompt_top = request.prompt_logprobs
         self._wants_prompts = request.prompt_logprobs is not None
         self._is_plain = not (record.logprobs or self._wants_prompts or record.token_ids)  # tells texts, as most do
-        self._logprobs: list[Logprobs] = [logprobs() for _ in generation.outputs] if record.logprobs else []
+        count = len(generation.outputs) if record.logprobs else 0
+        self._logprobs: list[Logprobs] = [logprobs(as_ids=record.tokens_as_ids) for _ in range(count)]
 
     def describe(self, delta: ChoiceDelta) -> None:
         """Write the delta's log-probabilities. Raises what `LogprobRoom.take` raises."""
@@ -356,7 +357,8 @@ class CompletionAnswer(_Answer[CompletionLogprobs]):
     async def _prompt(self, prompt: PromptState) -> tuple[CompletionLogprobs, dict[str, Any]]:
         """The log-probabilities of its echo, and the fields that each of its choices has: written once."""
         # The engine gives one number of alternatives, the larger one of what both are asked for.
-        echo, logprobs = CompletionLogprobs(num_top=self._num_top), PromptLogprobs(self._num_prompt_top)
+        echo = CompletionLogprobs(num_top=self._num_top, as_ids=self._record.tokens_as_ids)
+        logprobs = PromptLogprobs(self._num_prompt_top)
         sinks = [echo] if self._record.echo and self._logprobs else []
         if sinks or self._wants_prompts:
             await _describe(self._generation, prompt, *sinks, *([logprobs] if self._wants_prompts else []))
@@ -369,7 +371,8 @@ class CompletionAnswer(_Answer[CompletionLogprobs]):
         return echo, fields
 
 
-def _described(delta: ChoiceDelta, logprobs: ChatLogprobs | CompletionLogprobs) -> str:
+def _described(delta: ChoiceDelta, kind: type[ChatLogprobs | CompletionLogprobs], record: StreamRecord) -> str:
+    logprobs = kind(ascii_only=True, as_ids=record.tokens_as_ids)
     for entry in delta.logprobs:
         logprobs.add(entry)
     return "".join(logprobs.write())

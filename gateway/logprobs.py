@@ -33,6 +33,11 @@ def _around(data: bytes, ascii_only: bool) -> tuple[str, str]:
     return f'{{"token":{_label(data, ascii_only)},"logprob":', f',"bytes":[{",".join(map(str, data))}]'
 
 
+def _id_label(token: TokenText) -> str:
+    """The token's id as vLLM writes it, quoted."""
+    return f'"token_id:{token.token_id}"'
+
+
 class _Items(list[str]):
     """The items of a JSON list, each but the first with the comma before it."""
 
@@ -72,10 +77,11 @@ class LogprobRoom:
 
 
 class ChatLogprobs:
-    """`choices[].logprobs` of a chat. ascii_only: for streams, whose events are lines."""
+    """`choices[].logprobs` of a chat. ascii_only: for streams, whose events are lines. as_ids: tokens are named so."""
 
-    def __init__(self, *, ascii_only: bool = False) -> None:
+    def __init__(self, *, ascii_only: bool = False, as_ids: bool = False) -> None:
         self._ascii_only = ascii_only
+        self._as_ids = as_ids
         self._content = _Items()
 
     def add(self, entry: TokenLogprob) -> None:
@@ -98,17 +104,21 @@ class ChatLogprobs:
 
     def _token(self, token: TokenText, logprob: float) -> str:
         before, after = _around(token.data, self._ascii_only)
+        if self._as_ids:
+            before = f'{{"token":{_id_label(token)},"logprob":'
         return f"{before}{_number(logprob)}{after}"
 
 
 class CompletionLogprobs:
     """`choices[].logprobs` of a text completion, or the part of it that an echoed prompt has.
 
-    num_top: how many alternatives are told of a token, of which more may be known (None = all).
+    num_top: how many alternatives are told of a token, of which more may be known (None = all). as_ids: tokens are
+    named by their ids.
     """
 
-    def __init__(self, *, ascii_only: bool = False, num_top: int | None = None) -> None:
+    def __init__(self, *, ascii_only: bool = False, num_top: int | None = None, as_ids: bool = False) -> None:
         self._ascii_only = ascii_only
+        self._as_ids = as_ids
         self._num_top = num_top
         self._tokens, self._logprobs, self._tops, self._offsets = self._lists = [_Items() for _ in range(4)]
 
@@ -116,9 +126,9 @@ class CompletionLogprobs:
         """The next token."""
         tops: dict[str, float] = {}
         for token, logprob in (*entry.top[: self._num_top], (entry.token, entry.logprob)):
-            label = _label(token.data, self._ascii_only)
+            label = self._label(token)
             tops[label] = max(logprob, tops.get(label, logprob))  # the likeliest of the tokens with this text
-        self._tokens.add(_label(entry.token.data, self._ascii_only))
+        self._tokens.add(self._label(entry.token))
         self._logprobs.add(_number(entry.logprob))
         self._tops.add("{" + ",".join([f"{label}:{_number(logprob)}" for label, logprob in tops.items()]) + "}")
         self._offsets.add(str(entry.text_offset))
@@ -128,10 +138,13 @@ class CompletionLogprobs:
         if entry is not None:
             self.add(entry)
             return
-        self._tokens.add(_label(token.data, self._ascii_only))
+        self._tokens.add(self._label(token))
         self._logprobs.add("null")
         self._tops.add("null")
         self._offsets.add(str(offset))
+
+    def _label(self, token: TokenText) -> str:
+        return _id_label(token) if self._as_ids else _label(token.data, self._ascii_only)
 
     def pack(self) -> None:
         """It is complete, and will be written often."""

@@ -134,6 +134,7 @@ class ChoicesRequest(GenerationRequest):
     stream_options: StreamOptions | None = None
     prompt_logprobs: Int | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     receipt: bool = False
 
 
@@ -176,8 +177,8 @@ class ResponseRequest(GenerationRequest):
     unsupported = frozenset(
         {
             "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "return_token_ids",
-            "receipt", "response_format", "reasoning_effort", "echo", "functions", "function_call",
-            "context_management", "prompt", "previous_response_id", "conversation",
+            "return_tokens_as_token_ids", "receipt", "response_format", "reasoning_effort", "echo", "functions",
+            "function_call", "context_management", "prompt", "previous_response_id", "conversation",
         }
     )  # fmt: skip
 
@@ -241,24 +242,12 @@ Body = TypeVar(
     "Body", GenerationRequest, ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest
 )
 
-UNSUPPORTED = frozenset(
-    {
-        "chat_template",
-        "ebnf",
-        "grammar",
-        "input_ids",
-        "json_schema",
-        "logits_processors",
-        "lora_path",
-        "min_completion_tokens",
-        "prompt_embeds",
-        "prompt_token_ids",
-        "regex",
-        "structural_tag",
-        "truncate_prompt_tokens",
-        "use_beam_search",
-    }
-)
+UNSUPPORTED = frozenset({
+    "chat_template", "ebnf", "grammar", "input_ids", "json_schema", "logits_processors", "logprob_token_ids",
+    "lora_path", "min_completion_tokens", "prompt_embeds", "prompt_token_ids", "regex", "repetition_detection",
+    "return_prompt_text", "return_token_offsets", "structural_tag", "thinking_token_budget", "truncate_prompt_tokens",
+    "use_beam_search", "watermarking",
+})  # fmt: skip
 UNSUPPORTED_PREFIX = "guided_"
 NO_OPS: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "function_call": ("none",)}  # and more values
 ON_WHEN_EMPTY = frozenset({"web_search_options"})

@@ -72,6 +72,33 @@ def test_given_echo_with_logprobs_when_completed_then_prompt_and_output_line_up(
     assert tokens == logprobs["tokens"]
 
 
+def test_given_tokens_that_are_to_be_named_by_their_ids_when_answered_then_they_are_whole_and_streamed(
+    pair: Pair,
+) -> None:
+    pair.say(" jumps")
+    asked = {"temperature": 0, "max_tokens": 1, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    text = {**asked, "prompt": "hello world", "echo": True, "logprobs": 2}
+    chat = {**asked, "messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 2}
+    for path, body in (("/v1/completions", text), ("/v1/chat/completions", chat)):
+        response = pair.post(path, body)
+        assert "x-novainfer-ignored" not in response.headers
+        choice = response.json()["choices"][0]
+        with pair.http.stream("POST", path, json={**body, "stream": True}) as streamed:
+            chunks = [json.loads(line[6:]) for line in streamed.iter_lines() if line.startswith("data: {")]
+        told = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+        ids = [*choice.get("prompt_token_ids", []), *choice["token_ids"]]
+        names = [f"token_id:{token_id}" for token_id in ids]
+        if body is text:
+            assert choice["logprobs"]["tokens"] == names == [name for part in told for name in part["tokens"]]
+            tops = [name for top in choice["logprobs"]["top_logprobs"][1:] for name in top]
+        else:
+            assert [entry["token"] for entry in choice["logprobs"]["content"]] == names
+            assert [entry for part in told for entry in part["content"]] == choice["logprobs"]["content"]
+            tops = [top["token"] for entry in choice["logprobs"]["content"] for top in entry["top_logprobs"]]
+        assert tops
+        assert all(name.startswith("token_id:") for name in tops)
+
+
 @pytest.mark.parametrize("prompts", [["hello world, the fox"], ["hello", "the quick fox"]])
 def test_given_an_echo_and_no_token_when_completed_then_the_prompts_alone_are_scored(
     pair: Pair, prompts: list[str]

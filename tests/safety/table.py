@@ -142,13 +142,14 @@ NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # and what asks for nothing
 NOT_IN_TEXT: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "response_format": EMPTY}
 NOT_IN_RESPONSES = (
     "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "return_token_ids",
-    "receipt", "response_format", "reasoning_effort", "echo", "functions",
+    "return_tokens_as_token_ids", "receipt", "response_format", "reasoning_effort", "echo", "functions",
     "context_management", "prompt", "previous_response_id", "conversation",
 )  # fmt: skip
 NOWHERE = (
     "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds",
-    "truncate_prompt_tokens", "use_beam_search", "guided_json", "grammar", "json_schema", "regex", "ebnf",
-    "structural_tag", "input_ids", "lora_path", "prompt_token_ids",
+    "truncate_prompt_tokens", "use_beam_search", "logprob_token_ids", "repetition_detection", "return_prompt_text",
+    "return_token_offsets", "thinking_token_budget", "watermarking", "guided_json", "grammar", "json_schema",
+    "regex", "ebnf", "structural_tag", "input_ids", "lora_path", "prompt_token_ids",
 )  # fmt: skip
 OURS = (
     "messages", "tools", "add_generation_prompt", "chat_template", "bos_token", "eos_token", "raise_exception", "range",
@@ -405,7 +406,9 @@ def _sampling() -> Iterator[Parameter]:
 def _requests() -> Iterator[Parameter]:
     """What only clients send."""
     yield from (Parameter(name, Flag(), HTTP) for name in ("stream", "add_special_tokens", "prefix_cache"))
-    yield from (Parameter(name, Flag(), CHOICES) for name in ("return_token_ids", "receipt"))
+    yield from (
+        Parameter(name, Flag(), CHOICES) for name in ("return_token_ids", "return_tokens_as_token_ids", "receipt")
+    )
     yield Parameter("logprobs", Flag(), (CHAT,))
     parts = ("parallel_tool_calls", "include_reasoning", "separate_reasoning")
     flags = ("add_generation_prompt", "continue_final_message", *parts)

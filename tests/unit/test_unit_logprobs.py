@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.logprobs import CompletionLogprobs, PromptLogprobs
+from gateway.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from novainfer.client.output import TokenLogprob, TokenText
 
 pytestmark = [pytest.mark.unit, pytest.mark.stage2]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.stage2]
 A, SAME_AS_A, B, C = (TokenText(number, text, text.encode()) for number, text in enumerate("aabc"))
 
 
-def written(logprobs: CompletionLogprobs | PromptLogprobs) -> Any:
+def written(logprobs: ChatLogprobs | CompletionLogprobs | PromptLogprobs) -> Any:
     return json.loads("".join(logprobs.write()))
 
 
@@ -31,6 +31,22 @@ def test_given_tokens_of_the_same_text_when_written_by_text_then_the_likeliest_i
     told = written(logprobs)
     assert told["top_logprobs"] == [{"a": shown, "b": -2.0}]
     assert told["token_logprobs"] == [logprob]
+
+
+def test_given_tokens_that_are_to_be_named_by_their_ids_when_written_then_those_of_one_text_are_apart() -> None:
+    entry = TokenLogprob(SAME_AS_A, -3.0, 3, 5, [(A, -1.0), (B, -2.0)])
+    names = [f"token_id:{token.token_id}" for token in (A, B, SAME_AS_A)]
+    of_text = CompletionLogprobs(as_ids=True)
+    of_text.add_prompt(A, 0, None)
+    of_text.add(entry)
+    told = written(of_text)
+    assert (told["tokens"], told["token_logprobs"]) == ([names[0], names[2]], [None, -3.0])
+    assert told["top_logprobs"] == [None, dict(zip(names, (-1.0, -2.0, -3.0), strict=True))]
+    of_chat = ChatLogprobs(as_ids=True)
+    of_chat.add(entry)
+    (chat,) = written(of_chat)["content"]
+    assert (chat["token"], chat["bytes"]) == (names[2], [*SAME_AS_A.data])
+    assert [top["token"] for top in chat["top_logprobs"]] == names[:2]
 
 
 def test_given_more_alternatives_than_asked_for_when_written_then_only_those_and_the_token_are_shown() -> None:
