@@ -31,7 +31,8 @@ def asked_calls(request: ChatRequest, form: str, tokenizer: Tokenizer) -> Asked 
     chosen = [tool["function"] for tool in request.tools]
     if isinstance(choice, dict):
         function = choice.get("function")
-        name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+        is_function = choice.get("type") in (None, "function")  # TGI's clients write no type
+        name = function.get("name") if is_function and isinstance(function, dict) else None
         chosen = [function for function in chosen if function["name"] == name]
     elif choice != "required":
         words = "tool_choice must be 'auto', 'none', 'required' or a function."

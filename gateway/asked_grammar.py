@@ -22,6 +22,8 @@ FORMATS = ("text", "json_object", "json_schema")  # types of `response_format`
 FORMAT, OUTPUTS = "response_format", "structured_outputs"
 _LEAST = 2  # characters of JSON that a value takes: one, and what stands before the next
 _ANY_OBJECT = '{"type": "object"}'
+# What an object has to be: in the first field llama.cpp's clients say it, in the second one TGI's.
+_OBJECTS = {"json_object": ("schema", "value"), "json": ("value",)}
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 
 
@@ -71,6 +73,11 @@ async def make_grammar(call: Call, asked: Asked, thoughts: str = BARRED) -> str:
 
 def _of_format(given: dict[str, Any]) -> Asked | None:
     kind = given.get("type")
+    schemas = [given[name] for name in _OBJECTS.get(str(kind), ()) if given.get(name) is not None]
+    if len(schemas) > 1 or not all(isinstance(schema, dict) for schema in schemas):
+        raise InvalidRequestError("response_format.schema must be an object, and the only one.", param=FORMAT)
+    if schemas:
+        return Asked(FORMAT, JSON, _schema_text(schemas[0], FORMAT))
     if kind not in FORMATS:
         raise InvalidRequestError(f"response_format.type must be one of {', '.join(FORMATS)}.", param=FORMAT)
     if kind == "text":

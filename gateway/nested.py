@@ -42,6 +42,7 @@ _FIELDS: _Known = {
     "response_format": {
         "type": None,
         "json_schema": {"name": None, "schema": None, "strict": None, "description": None},
+        **dict.fromkeys(("schema", "value")),  # of an object, as llama.cpp and TGI have it
     },
     "stream_options": {"include_usage": None, "continuous_usage_stats": None, "include_event_ids": None},
 }

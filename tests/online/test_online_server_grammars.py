@@ -148,7 +148,7 @@ def is_call(name: str, arguments: str) -> bool:
     return isinstance(value, dict) and (name == "stop" or (name == "add" and list(value) == ["a"]))
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["any", "named"])
+@pytest.mark.parametrize("choice", ["required", NAMED, {"function": NAMED["function"]}], ids=["any", "named", "TGI's"])
 def test_given_a_call_that_is_demanded_when_answered_then_there_is_one_whose_arguments_follow_its_schema(
     sdk: openai.OpenAI, choice: Any
 ) -> None:
@@ -163,7 +163,7 @@ def test_given_a_call_that_is_demanded_when_answered_then_there_is_one_whose_arg
         calls = [(call.function.name, call.function.arguments) for call in answer.message.tool_calls]
         assert calls
         assert all(is_call(*call) for call in calls), calls
-        if choice == NAMED:
+        if choice != "required":
             assert [name for name, _ in calls] == ["add"]
         told = [""] * len(calls)
         for chunk in ask(sdk, **options, seed=seed, stream=True):
@@ -184,6 +184,7 @@ def test_given_a_demanded_call_that_cannot_be_when_sent_then_400_names_the_field
         (TOOLS, "any", "tool_choice"),
         (TOOLS, {"type": "function", "function": {"name": "unknown"}}, "tool_choice"),
         (TOOLS, {"type": "function"}, "tool_choice"),
+        (TOOLS, {**NAMED, "type": "custom"}, "tool_choice"),
         ([tool({"not": {}})], "required", "tools"),
         ([tool({"properties": {"a": {"$ref": "#"}}})], "required", "tools"),
         ([tool(5)], "required", "tools"),

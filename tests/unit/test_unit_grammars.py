@@ -539,6 +539,19 @@ def test_given_a_request_when_asked_for_its_form_then_each_field_says_it() -> No
             of_chat(response_format={"type": "json_schema", "json_schema": about | {"schema": {}}})
     assert of_chat(response_format={"type": "json_object"}) == Asked("response_format", JSON, '{"type": "object"}')
     schema = Asked("response_format", JSON, '{"type": "integer"}')
+    for more in ({"schema": SCHEMA}, {"value": SCHEMA}, {"schema": None, "value": SCHEMA}):
+        assert of_chat(response_format={"type": "json_object", **more}) == schema
+    assert of_chat(response_format={"type": "json", "value": SCHEMA}) == schema
+    for given in (
+        {"type": "json"},
+        {"type": "json", "schema": SCHEMA},
+        {"type": "json_object", "schema": "{}"},
+        {"type": "json_object", "schema": SCHEMA, "value": SCHEMA},
+        {"type": ["json_object"], "schema": SCHEMA},
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            of_chat(response_format=given)
+        assert caught.value.param == "response_format", given
     assert of_chat(response_format={"type": "json_schema", "json_schema": named}) == schema
     text = parse(CompletionRequest, {"prompt": "x", "structured_outputs": {"choice": ["é"]}}, strict_params=True)[0]
     assert asked_grammar(text) == Asked("structured_outputs", CHOICE, '["é"]')
