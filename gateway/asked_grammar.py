@@ -22,8 +22,9 @@ FORMATS = ("text", "json_object", "json_schema")  # types of `response_format`
 FORMAT, OUTPUTS = "response_format", "structured_outputs"
 _LEAST = 2  # characters of JSON that a value takes: one, and what stands before the next
 _ANY_OBJECT = '{"type": "object"}'
-# What an object has to be: in the first field llama.cpp's clients say it, in the second one TGI's.
-_OBJECTS = {"json_object": ("schema", "value"), "json": ("value",)}
+# Where an object's schema stands: in the first field llama.cpp's clients have it, in the second one TGI's.
+SCHEMA_FIELDS = ("schema", "value")
+_OBJECTS = {"json_object": SCHEMA_FIELDS, "json": ("value",)}
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 
 
@@ -73,11 +74,9 @@ async def make_grammar(call: Call, asked: Asked, thoughts: str = BARRED) -> str:
 
 def _of_format(given: dict[str, Any]) -> Asked | None:
     kind = given.get("type")
-    schemas = [given[name] for name in _OBJECTS.get(str(kind), ()) if given.get(name) is not None]
-    if len(schemas) > 1 or not all(isinstance(schema, dict) for schema in schemas):
-        raise InvalidRequestError("response_format.schema must be an object, and the only one.", param=FORMAT)
-    if schemas:
-        return Asked(FORMAT, JSON, _schema_text(schemas[0], FORMAT))
+    fields = [name for name in SCHEMA_FIELDS if given.get(name) is not None]
+    if fields:
+        return _of_object(given, kind, fields)
     if kind not in FORMATS:
         raise InvalidRequestError(f"response_format.type must be one of {', '.join(FORMATS)}.", param=FORMAT)
     if kind == "text":
@@ -98,6 +97,16 @@ def _of_format(given: dict[str, Any]) -> Asked | None:
     if not isinstance(strict, bool | None):
         raise InvalidRequestError("response_format.json_schema.strict must be true or false.", param=FORMAT)
     return Asked(FORMAT, JSON, _schema_text(schema, FORMAT))
+
+
+def _of_object(given: dict[str, Any], kind: Any, fields: list[str]) -> Asked:
+    name = fields[0]
+    if len(fields) > 1 or name not in _OBJECTS.get(str(kind), ()):
+        words = f"response_format.{name} must be the only schema, and the type 'json_object'."
+        raise InvalidRequestError(words, param=FORMAT)
+    if not isinstance(given[name], dict):
+        raise InvalidRequestError(f"response_format.{name} must be an object.", param=FORMAT)
+    return Asked(FORMAT, JSON, _schema_text(given[name], FORMAT))
 
 
 def _of_outputs(given: dict[str, Any]) -> Asked:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.asked_grammar import SCHEMA_FIELDS
 from gateway.nested import SWITCHES
 from gateway.response_echo import Echo, echo_of
 from gateway.response_items import messages_of
@@ -112,7 +113,7 @@ def _format(text: dict[str, Any]) -> dict[str, Any] | None:
         raise InvalidRequestError("text.format must be an object.", param="text")
     kind = given.get("type")
     if kind != "json_schema":
-        return {"type": kind}
+        return {name: given[name] for name in ("type", *SCHEMA_FIELDS) if name in given}
     return {"type": kind, kind: {key: value for key, value in given.items() if key != "type"}}
 
 

@@ -68,6 +68,15 @@ def map_of(names: Any, **more: Any) -> str:
     return json.dumps({**schema, "$defs": {"E": {"type": "string", "title": "E", "enum": ["a", "b"]}}, **more})
 
 
+# References inside of `m` begin there.
+EMBEDDED = json.dumps({
+    "properties": {
+        "m": {"$id": "http://x/m", "propertyNames": {"$ref": "#/$defs/E"}, "$defs": {"E": {"enum": ["b"]}}},
+    },
+    "$defs": {"E": {"enum": ["a"]}},
+})  # fmt: skip
+
+
 def maps_in_maps(levels: int) -> str:
     """A short schema, each level of which would be written out ten times in the one around it."""
     schema: dict[str, Any] = {"type": "integer"}
@@ -92,6 +101,7 @@ def maps_in_maps(levels: int) -> str:
         (JSON, map_of(True), ["{}", '{"x": 1}'], ['{"x": "y"}']),
         (JSON, map_of({"enum": ["a", "b"]}), ["{}", '{"a": 1, "b": 2}', '{"b": 2}'], ['{"c": 1}', '{"a": "y"}']),
         (JSON, map_of({"$ref": "#/$defs/E"}, required=["b"]), ['{"b": 2}'], ["{}", '{"b": 1, "c": 1}']),
+        (JSON, map_of({"$ref": "#/$defs/E"}, title="id", **{"$id": "http://x/y"}), ['{"a": 1}'], ['{"c": 1}']),
         (JSON, map_of({"enum": ["a"]}, minProperties=1, additionalProperties=True), ['{"a": []}'], ["{}", '{"c": 1}']),
         (JSON, map_of({"enum": ["a"]}, additionalProperties=False), ["{}"], ['{"a": 1}']),
         (JSON, map_of({"type": "string", "pattern": "^[a-c]$"}), ["{}", '{"c": 1}'], ['{"d": 1}', '{"c": "x"}']),
@@ -196,8 +206,21 @@ NAMED = {
                 map_of(False),
                 map_of({"enum": [f"n{i}" for i in range(4000)]}),
                 maps_in_maps(30),
+                map_of({"$ref": "#/$defs/E"}, items={"$ref": "#/additionalProperties"}),
+                map_of({"enum": ["a"]}, items={"$ref": "#/propertyNames"}),
+                EMBEDDED,
+                json.dumps(
+                    {"$defs": {"e": {"enum": [""] * 8000}}, "anyOf": [{"propertyNames": {"$ref": "#/$defs/e"}}] * 500}
+                ),
             )
         ],
+        (
+            JSON,
+            json.dumps(
+                {"$defs": {"e": {"pattern": "a" * 9999}}, "anyOf": [{"propertyNames": {"$ref": "#/$defs/e"}}] * 500}
+            ),
+            f"more than {MAX_GRAMMAR_BYTES} bytes",
+        ),
         (JSON, '{"oneOf": [{"type": "number"}, {"type": "integer"}]}', "oneOf is only supported .* use anyOf"),
         (JSON, '{"items": {"oneOf": [{"const": 1}, {"const": 2}]}}', "oneOf is only supported .* use anyOf"),
         (JSON, '{"$ref": "#"}', "No text fits"),
@@ -548,6 +571,8 @@ def test_given_a_request_when_asked_for_its_form_then_each_field_says_it() -> No
         {"type": "json_object", "schema": "{}"},
         {"type": "json_object", "schema": SCHEMA, "value": SCHEMA},
         {"type": ["json_object"], "schema": SCHEMA},
+        {"type": "text", "schema": SCHEMA},
+        {"type": "json_schema", "json_schema": named, "value": SCHEMA},
     ):
         with pytest.raises(InvalidRequestError) as caught:
             of_chat(response_format=given)

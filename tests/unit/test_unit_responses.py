@@ -115,6 +115,10 @@ SCHEMA = {"name": "n", "schema": {"type": "object"}, "strict": True}
             {"response_format": {"type": "json_object"}},
         ),
         (
+            {"text": {"format": {"type": "json_object", "schema": {"type": "object"}}}},
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+        ),
+        (
             {"text": {"format": {"type": "json_schema", **SCHEMA}}},
             {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
         ),
