@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import count
@@ -18,13 +18,13 @@ from novainfer.checkpoint import check_model, check_split, resolve_checkpoint, v
 from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, describe_prompt
 from novainfer.config import DEMO_MODEL, ServeConfig, check
 from novainfer.engine.core import EngineCore
+from novainfer.entrypoints.chats import ChatPrompts, Manner, check_conversations
 from novainfer.entrypoints.options import OPTIONS, build_config, parse_yaml_value
 from novainfer.errors import ConfigError, InvalidRequestError
 from novainfer.executor.base import OwnExecutor
 from novainfer.protocol.messages import AddRequest, Logprobs, TokenOutput
 from novainfer.sampling.grammars import check_grammar
 from novainfer.sampling.params import MAX_SEED, SamplingParams, validate
-from novainfer.text.chat_template import ChatTemplate
 from novainfer.text.tokenizer import Tokenizer
 
 OnToken = Callable[[str, ChoiceDelta], None]
@@ -65,6 +65,7 @@ class LLM:
         at = folder if names.tokenizer is None else resolve_checkpoint(names.tokenizer, revision=names.revision)
         self.tokenizer = Tokenizer.load(at)
         self.tokenizer.check_fits(vocab_size(folder))
+        self._chats = ChatPrompts(self.tokenizer, names.chat_template)
         use_ray = executor == "ray" or self.config.parallel.tensor_parallel_size > 1
         self._executor = _ray_executor(self.config) if use_ray else _local_executor(self.config)
         self._engine = self._new_engine()
@@ -140,16 +141,22 @@ class LLM:
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> list[dict[str, Any]]:
-        """Answer one conversation, or each of a list; results as `generate`'s. Messages are OpenAI's dicts."""
+        """Answer one conversation, or each of a list; results as `generate`'s. Messages are OpenAI's dicts.
+
+        The rest is as in a request of the server's chats, for all of them: `Manner` says what is meant.
+        """
+        manner = Manner(add_generation_prompt, continue_final_message, chat_template_kwargs, tools)
         one = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if one else messages
-        _check_conversations(conversations)
-        template = ChatTemplate.of(self.tokenizer)
-        texts = [template.render(each) for each in conversations]
-        # The template writes the special tokens itself.
-        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._generate(prompts, sampling_params, use_tqdm, after_prompt=False)
+        check_conversations(conversations)
+        prompts = self._chats.encode(conversations, manner)
+        return self._generate(prompts, sampling_params, use_tqdm, after_prompt=continue_final_message)
 
     def add_request(
         self,
@@ -343,14 +350,6 @@ def _ray_executor(config: ServeConfig) -> OwnExecutor:
     from workers.ray_executor import RayExecutor
 
     return RayExecutor(config)
-
-
-def _check_conversations(conversations: Any) -> None:
-    """Raise `InvalidRequestError` unless it is a list of conversations."""
-    lists = conversations if isinstance(conversations, (list, tuple)) else [None]
-    for messages in lists:
-        if not isinstance(messages, (list, tuple)) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise InvalidRequestError("a conversation is a list of messages, each a dict", param="messages")
 
 
 def _checked_text(prompt: str) -> str:

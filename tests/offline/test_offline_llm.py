@@ -17,6 +17,7 @@ from novainfer import LLM, SamplingParams
 from novainfer.client.output import ChoiceDelta, describe_prompt
 from novainfer.errors import ConfigError, InvalidRequestError
 from novainfer.protocol.messages import Logprobs
+from tests.fakes import write_sentencepiece
 from tests.parity.builders import build_checkpoint
 
 pytestmark = pytest.mark.stage1
@@ -195,6 +196,7 @@ def test_given_one_stop_string_when_not_in_a_list_then_it_is_one(llm: LLM) -> No
         assert (result["text"], result["stop_reason"]) == (text[: text.index(stop)], stop)
 
 
+HELLO = [{"role": "user", "content": "Hello"}]
 WRONG_CALLS: list[Callable[[LLM], object]] = [
     lambda llm: llm.generate(["a", None]),
     lambda llm: llm.generate([1, 2, 3]),
@@ -209,6 +211,11 @@ WRONG_CALLS: list[Callable[[LLM], object]] = [
     lambda llm: SamplingParams(logit_bias=[1]),
     lambda llm: llm.chat("hi"),
     lambda llm: llm.chat([[]]),
+    lambda llm: llm.chat(HELLO, tools=[{"name": "f"}]),
+    lambda llm: llm.chat(HELLO, tools="f"),
+    lambda llm: llm.chat(HELLO, chat_template_kwargs={"messages": []}),
+    lambda llm: llm.chat(HELLO, chat_template_kwargs=["x"]),
+    lambda llm: llm.chat(HELLO, add_generation_prompt=True, continue_final_message=True),
 ]
 
 
@@ -360,6 +367,49 @@ def test_given_conversations_when_chatting_then_each_is_answered_through_the_tem
         one = demo.chat(asked("What is 31 + 17?"), greedy, use_tqdm=False)
         two = demo.chat([asked("What is 31 + 17?"), asked("Count from 5 to 9.")], greedy, use_tqdm=False)
     assert [result["text"] for result in one + two] == ["31 + 17 = 48.", "31 + 17 = 48.", "5, 6, 7, 8, 9"]
+
+
+CHATS = [
+    ({}, "user:Hello;assistant:Hi;>"),
+    ({"add_generation_prompt": False}, "user:Hello;assistant:Hi;"),
+    ({"continue_final_message": True}, "user:Hello;assistant:Hi"),
+    ({"chat_template_kwargs": {"mark": "#"}}, "user:Hello;assistant:Hi;>#"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "[f]user:Hello;assistant:Hi;>"),
+]
+
+
+def test_given_a_template_of_ones_own_when_chatting_then_it_and_all_that_is_said_beside_the_messages_are_heard(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+        "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
+        "{% if add_generation_prompt %}>{{ mark }}{% endif %}"
+    )
+    messages = [*HELLO, {"role": "assistant", "content": "Hi"}]
+    with LLM("demo", chat_template=path, num_blocks=64) as demo:
+        for arguments, prompt in CHATS:
+            (result,) = demo.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, **arguments)
+            assert result["prompt_token_ids"] == demo.tokenizer.encode(prompt, add_special_tokens=False)
+        path.write_text("{% if %}")
+        assert demo.chat(HELLO, SamplingParams(max_tokens=1), use_tqdm=False)  # read once, at the start
+    with pytest.raises(ConfigError, match="the chat template cannot be compiled"):
+        LLM("demo", chat_template=path)
+
+
+def test_given_a_last_message_to_go_on_with_when_chatting_then_the_space_before_the_next_word_is_told(
+    tmp_path: Path,
+) -> None:
+    """A decoder like SentencePiece's drops it from the start of a text: here that is the message's."""
+    words = write_sentencepiece(tmp_path / "words", ["▁hello"])
+    messages = [*HELLO, {"role": "assistant", "content": "Hi"}]
+    with LLM("demo", tokenizer=words, num_blocks=64) as demo:
+        (hello,) = (i for i in range(259, 270) if demo.tokenizer.token(i) == "▁hello")
+        params = SamplingParams(allowed_token_ids=(hello,), max_tokens=2)
+        (goes_on,) = demo.chat(messages, params, use_tqdm=False, continue_final_message=True)
+        (begins,) = demo.chat(messages, params, use_tqdm=False)
+    assert (goes_on["text"], begins["text"]) == (" hello hello", "hello hello")
 
 
 def test_given_an_end_token_beyond_the_logits_when_loaded_then_requests_run_all_the_same(checkpoint: Path) -> None:
