@@ -5,10 +5,24 @@ Every optional field may also be null. Rules between fields (`min_tokens` and `m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.asked_grammar import FORMATS, NAME_PATTERN
+from gateway.foreign_fields import (
+    KWARGS,
+    MODES,
+    NEUTRAL,
+    NO_LIMIT,
+    NO_OPS,
+    ON_WHEN_EMPTY,
+    SAME,
+    THINK,
+    THINKING,
+    UNSUPPORTED,
+    UNSUPPORTED_PREFIX,
+)
 from gateway.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
 from gateway.response_chat import ENCRYPTED, LOGPROBS, MAX_EFFORT, STREAM_OPTIONS, SUMMARIES
 from gateway.response_items import ITEM_ROLES
@@ -19,11 +33,7 @@ from gateway.schemas import (
     MAX_PROMPTS,
     MAX_TEMPLATE_KWARGS,
     MAX_TOOLS,
-    NO_OPS,
-    ON_WHEN_EMPTY,
     ROLES,
-    UNSUPPORTED,
-    UNSUPPORTED_PREFIX,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -78,6 +88,7 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
             if name not in required:
                 properties[name] = _or_null(own)
     for model in _BODIES:
+        _add_other_names(schemas[model.__name__]["properties"])
         _refuse(schemas[model.__name__], model.unsupported | UNSUPPORTED)
     schemas["TokenizeRequest"]["oneOf"] = [
         {"required": [name], "properties": {name: {"type": kind}}}
@@ -94,6 +105,25 @@ def _refuse(schema: Schema, names: frozenset[str]) -> None:
     schema["maxProperties"] = MAX_FIELDS
     for name in names & (NO_OPS.keys() | ON_WHEN_EMPTY):  # best_of: n, and function_call: auto alone, are none either
         schema["properties"][name] = about | {"enum": [False, None, *NO_OPS.get(name, ())]}
+    for name in names & NEUTRAL.keys():
+        low, high = NEUTRAL[name]
+        number: Schema = {"type": "number", "maximum": high} | ({"minimum": low} if low > -math.inf else {})
+        schema["properties"][name] = about | {"anyOf": [number, {"enum": [False, "", [], {}]}, {"type": "null"}]}
+
+
+def _add_other_names(properties: dict[str, Schema]) -> None:
+    """Beside the fields that they mean, where those are. That both say the same no schema can tell."""
+    for name, ours in SAME.items():
+        if ours in properties:
+            same = {key: value for key, value in properties[ours].items() if key != "title"}
+            properties[name] = {"description": f"Another name of {ours}.", **same}
+            if name == NO_LIMIT[0] and "max_completion_tokens" in properties:
+                properties[name]["anyOf"] = [*properties[name]["anyOf"], {"const": NO_LIMIT[1]}]
+    if KWARGS in properties:
+        mode: Schema = {"type": "object", "required": ["type"], "properties": {"type": {"enum": [*MODES]}}}
+        mode["additionalProperties"] = {"type": "null"}
+        for name, kind in ((THINK, {"type": "boolean"}), (THINKING, mode)):
+            properties[name] = {"description": f"An argument of the template: see {KWARGS}.", **_or_null(kind)}
 
 
 def _or_null(schema: Schema) -> Schema:

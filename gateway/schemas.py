@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from gateway.foreign_fields import NO_OPS, UNSUPPORTED, UNSUPPORTED_PREFIX, changes_nothing, is_off, rename
 from gateway.nested import unknown_inside, without_effect
 from novainfer.errors import InvalidRequestError
 from novainfer.sampling.grammars import LARK
@@ -164,7 +165,7 @@ class ChatRequest(ChoicesRequest):
 class CompletionRequest(ChoicesRequest):
     """`POST /v1/completions`."""
 
-    unsupported = frozenset({"suffix", "best_of", "response_format"})
+    unsupported = frozenset({"suffix", "best_of", "response_format", "think", "thinking"})
 
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
     echo: bool = False
@@ -176,6 +177,7 @@ class ResponseRequest(GenerationRequest):
 
     unsupported = frozenset(
         {
+            "max_new_tokens", "n_predict",
             "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "return_token_ids",
             "return_tokens_as_token_ids", "receipt", "response_format", "reasoning_effort", "echo", "functions",
             "function_call", "context_management", "prompt", "previous_response_id", "conversation",
@@ -242,15 +244,6 @@ Body = TypeVar(
     "Body", GenerationRequest, ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest
 )
 
-UNSUPPORTED = frozenset({
-    "chat_template", "ebnf", "grammar", "input_ids", "json_schema", "logits_processors", "logprob_token_ids",
-    "lora_path", "min_completion_tokens", "prompt_embeds", "prompt_token_ids", "regex", "repetition_detection",
-    "return_prompt_text", "return_token_offsets", "structural_tag", "thinking_token_budget", "truncate_prompt_tokens",
-    "use_beam_search", "watermarking",
-})  # fmt: skip
-UNSUPPORTED_PREFIX = "guided_"
-NO_OPS: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "function_call": ("none",)}  # and more values
-ON_WHEN_EMPTY = frozenset({"web_search_options"})
 MAX_FIELDS = 256
 _CONVERSATIONS = frozenset({"previous_response_id", "conversation", "prompt"})
 _UNIONS = {
@@ -271,12 +264,13 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
     _check_size(body)
     present = {name: value for name, value in body.items() if value is not None}
     for name in NO_OPS.keys() & present.keys() & kind.unsupported:
-        if _changes_nothing(name, present):
+        if changes_nothing(name, present):
             del present[name]
     fields = _fields_of(kind)
-    for name in [name for name in present if name not in fields]:
+    strange = [name for name in present if name not in fields]
+    for name in rename(present, strange, fields) if strange else ():
         if name in kind.unsupported or name in UNSUPPORTED or name.startswith(UNSUPPORTED_PREFIX):
-            if _is_off(name, present[name]):
+            if is_off(name, present[name]):
                 continue
             why = "is not supported yet"
             if kind is ResponseRequest and name in _CONVERSATIONS:
@@ -333,21 +327,6 @@ def without_prompt(request: AnyRequest, grammar: str = "") -> AnyRequest:
 def _fields_of(kind: type[BaseModel]) -> frozenset[str]:
     """Their names: to ask the class itself takes two calls, for each request."""
     return frozenset(kind.model_fields)
-
-
-def _changes_nothing(name: str, present: dict[str, Any]) -> bool:
-    """Whether the value of a feature that does not exist yet asks for what an answer is without it."""
-    value: object = present[name]
-    if name == "suffix":
-        return value == ""
-    if name == "function_call":
-        return value == "none" or (value == "auto" and not present.get("functions"))
-    return type(value) is int and value == present.get("n", 1)  # the best n of n
-
-
-def _is_off(name: str, value: object) -> bool:
-    """A feature that is switched off, or given nothing to do."""
-    return value is False or (value in ("", [], {}) and name not in NO_OPS.keys() | ON_WHEN_EMPTY)
 
 
 def _check_size(body: dict[str, Any]) -> None:

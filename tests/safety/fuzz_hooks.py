@@ -16,7 +16,8 @@ from schemathesis import Case, CheckContext, GenerationMode, HookContext, Respon
 EVERY = 250  # cases between two looks
 PATIENCE = 30.0  # seconds until the metrics say so; the engine reports several times a second
 MOST_ITEMS = 300
-LONGEST = {"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "n": 8}
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict")
+LONGEST = {**dict.fromkeys(LENGTHS, 4), "max_output_tokens": 4, "n": 8}
 WITNESS = {"prompt": "one", "max_tokens": 8, "temperature": 1, "seed": 5, "return_token_ids": True}
 HELD = (
     "novainfer_gateway_live_requests",
@@ -31,6 +32,8 @@ BETWEEN_FIELDS = {
     "banned_token_ids", "bad_words", "logit_bias", "continue_final_message", "messages", "prompt", "n", "stop",
     "best_of", "stream_options", "receipt", "response_format", "structured_outputs",
     "tool_choice", "tools", "input", "instructions", "max_output_tokens", "text", "include",
+    "cache_prompt", "chat_template_kwargs", "max_new_tokens", "min_new_tokens", "n_predict", "repeat_penalty", "think",
+    "thinking",
 }  # fmt: skip
 
 
@@ -57,7 +60,7 @@ def before_call(context: HookContext, case: Case, **kwargs: Any) -> None:
     if case.path.endswith("responses"):
         if case.body.get("max_output_tokens") is None:
             case.body["max_output_tokens"] = 4
-    elif case.body.get("max_tokens") is None and case.body.get("max_completion_tokens") is None:
+    elif all(case.body.get(name) is None for name in LENGTHS):
         case.body["max_tokens"] = 4
 
 

@@ -82,6 +82,7 @@ class Parameter:
     """A row. null: whether it may be null.   beside: what stands beside it.   refused: wrong though of the kind.
 
     param: the name in errors, where it is another.   status: of a value that has the type but is not allowed.
+    means: the field that it is another name of, as which it is refused.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Parameter:
     extra: tuple[Any, ...] = ()
     param: str = ""
     status: int = 400
+    means: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,13 @@ NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # and what asks for nothing
     "function_call": ("none", "auto"),
     "web_search_options": (),
 }
-NOT_IN_TEXT: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "response_format": EMPTY}
+NOT_IN_TEXT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("response_format", "think", "thinking"), EMPTY),
+    "suffix": ("",),
+    "best_of": (1,),
+}
 NOT_IN_RESPONSES = (
+    "max_new_tokens", "n_predict",
     "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "return_token_ids",
     "return_tokens_as_token_ids", "receipt", "response_format", "reasoning_effort", "echo", "functions",
     "context_management", "prompt", "previous_response_id", "conversation",
@@ -149,8 +156,15 @@ NOWHERE = (
     "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds",
     "truncate_prompt_tokens", "use_beam_search", "logprob_token_ids", "repetition_detection", "return_prompt_text",
     "return_token_offsets", "thinking_token_budget", "watermarking", "guided_json", "grammar", "json_schema",
-    "regex", "ebnf", "structural_tag", "input_ids", "lora_path", "prompt_token_ids",
+    "regex", "ebnf", "structural_tag", "input_ids", "lora_path", "prompt_token_ids", "adapter_id",
+    "custom_logit_processor", "lora", "lora_request", "return_hidden_states", "samplers", "stop_regex", "truncate",
 )  # fmt: skip
+ZEROS, ONES = (*EMPTY, 0, 0.0), (*EMPTY, 1, 1.0)
+NEUTRAL_NUMBERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "mirostat_mode", "no_repeat_ngram_size"), ZEROS),
+    **dict.fromkeys(("smoothing_factor", "top_a", "xtc_probability"), ZEROS),
+    **dict.fromkeys(("length_penalty", "num_beams", "tfs", "tfs_z", "typical_p"), ONES),
+}
 OURS = (
     "messages", "tools", "add_generation_prompt", "chat_template", "bos_token", "eos_token", "raise_exception", "range",
 )  # fmt: skip
@@ -180,6 +194,16 @@ def is_part(part: Any) -> bool:
 def is_template_kwargs(given: dict[str, Any]) -> bool:
     names = all(re.fullmatch("[A-Za-z][A-Za-z0-9_]{0,63}", name) and name not in OURS for name in given)
     return names and len(given) <= 16
+
+
+THINKINGS: tuple[dict[str, Any], ...] = (
+    {}, {"type": "enabled"}, {"type": "disabled", "budget_tokens": None}, {"type": "adaptive"}, {"type": None},
+    {"type": []}, {"type": "enabled", "budget_tokens": 5}, {"budget_tokens": 5},
+)  # fmt: skip
+
+
+def is_thinking(value: dict[str, Any]) -> bool:
+    return value in THINKINGS[1:3]
 
 
 def is_stream_options(options: dict[str, Any]) -> bool:
@@ -429,7 +453,9 @@ def _requests() -> Iterator[Parameter]:
     yield Parameter("reasoning_effort", Text(), (CHAT,))
     yield Parameter("bad_words", ListOf(Text(1, 128, words=ONE_TOKEN), "x", 0, 256), HTTP)
     yield Parameter("modalities", ListOf(Text(words=("text",)), "text", 1, 1), TALKS)
-    yield Parameter("tools", ListOf(TOOL, {"function": {"name": "f"}}, 0, 256), (CHAT,))
+    tool = {"function": {"name": "f"}}
+    too_long = ([tool] * 255, [tool] * 256)  # as the template shows them
+    yield Parameter("tools", ListOf(TOOL, tool, 0, 256), (CHAT,), refused=too_long, param="messages")
     yield Parameter("documents", ListOf(ANY_OBJECT, {}), TALKS)
     yield Parameter("tool_choice", Text(words=("auto", "none")), TALKS)
     examples: list[dict[str, Any]] = [
@@ -450,10 +476,30 @@ def _requests() -> Iterator[Parameter]:
     yield from (Parameter(name, Nothing(no_ops), (CHAT,)) for name, no_ops in NOT_IN_CHAT.items())
     yield from (Parameter(name, Nothing(no_ops), (TEXT,)) for name, no_ops in NOT_IN_TEXT.items())
     yield from (Parameter(name, Nothing(EMPTY), HTTP) for name in NOWHERE)
+    yield from (Parameter(name, Nothing(no_ops), HTTP) for name, no_ops in NEUTRAL_NUMBERS.items())
+    yield Parameter("top_n_sigma", Either((Nothing(EMPTY), Number(-math.inf, 0.0))), HTTP)
     texts = (MEGABYTE_TEXT, [MEGABYTE_TEXT])
     yield Parameter("prompt", PROMPT, (TEXT,), null=False, required=True, refused=texts)
     messages = ListOf(MESSAGE, PLAIN, 1, 8192)
     yield Parameter("messages", messages, (CHAT,), null=False, required=True, refused=TOO_LONG_CHATS)
+
+
+def _other_names() -> Iterator[Parameter]:
+    """What other servers call it; an error has our name."""
+    numbers = {
+        "repeat_penalty": ("repetition_penalty", Number(0.01, 100.0)),
+        "min_new_tokens": ("min_tokens", whole(0, 1)),
+    }
+    yield from (Parameter(name, kind, HTTP, means=ours) for name, (ours, kind) in numbers.items())
+    yield Parameter("cache_prompt", Flag(), HTTP, means="prefix_cache")
+    length = {"beside": {**ENDS_AT_ONCE, "max_tokens": None}, "means": "max_tokens"}
+    text, chat = whole(1, CONTEXT - len(PROMPT_IDS)), whole(1, CONTEXT - CHAT_PROMPT_TOKENS)
+    yield Parameter("max_new_tokens", text, (TEXT,), **length)
+    yield Parameter("max_new_tokens", chat, (CHAT,), **length)
+    yield Parameter("n_predict", text, (TEXT,), **length)
+    yield Parameter("n_predict", Either((chat, whole(-1, -1))), (CHAT,), **length)
+    yield Parameter("think", Flag(), TALKS)
+    yield Parameter("thinking", Object(THINKINGS, is_thinking), TALKS)
 
 
 def _messages() -> Iterator[Parameter]:
@@ -479,7 +525,10 @@ def _responses() -> Iterator[Parameter]:
     given = Either((Text(), items))
     yield Parameter("input", given, (RESPONSES,), null=False, required=True, refused=(MEGABYTE_TEXT, *TOO_LONG_CHATS))
     yield Parameter("instructions", Text(), (RESPONSES,), refused=(MEGABYTE_TEXT,), param=ANY)
-    yield Parameter("tools", ListOf(FLAT_TOOL, {"type": "function", "name": "f"}, 0, 256), (RESPONSES,))
+    tool = {"type": "function", "name": "f"}
+    too_long = ([tool] * 255, [tool] * 256)  # as the template shows them
+    tools = ListOf(FLAT_TOOL, tool, 0, 256)
+    yield Parameter("tools", tools, (RESPONSES,), refused=too_long, param="input")
     yield Parameter("text", Object(TEXTS, is_text_format), (RESPONSES,))
     yield Parameter("reasoning", Object(REASONINGS, is_reasoning), (RESPONSES,))
     yield Parameter("include", ListOf(Text(words=(LOGPROBS, "reasoning.encrypted_content")), LOGPROBS), (RESPONSES,))
@@ -495,7 +544,7 @@ def _responses() -> Iterator[Parameter]:
     yield Parameter("function_call", Nothing(("none", "auto")), (RESPONSES,))
 
 
-ROWS = (*_sampling(), *_requests(), *_messages(), *_responses())
+ROWS = (*_sampling(), *_requests(), *_other_names(), *_messages(), *_responses())
 
 
 def cases(door: str) -> list[Case]:
@@ -529,7 +578,7 @@ def expect_of_gateway(row: Parameter, value: Any) -> Expected:
         return Expected(Outcome.REFUSED, 400, row.param or row.name)
     if row.kind.allows(value):
         return Expected(Outcome.ACCEPTED)
-    return Expected(Outcome.REFUSED, row.status if row.kind.has_type(value) else 400, row.name)
+    return Expected(Outcome.REFUSED, row.status if row.kind.has_type(value) else 400, row.means or row.name)
 
 
 def expect_of_engine(row: Parameter, value: Any) -> Expected:
