@@ -62,6 +62,8 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("GET", "/v1/streams/{stream_id:path}", streams.resume, EVENTS),
     RouteSpec("POST", "/tokenize", tokenize.tokenize, "Tokens", TokenizeRequest),
     RouteSpec("POST", "/detokenize", tokenize.detokenize, "Text", DetokenizeRequest),
+    RouteSpec("POST", "/v1/tokenize", tokenize.tokenize, "Tokens", TokenizeRequest),
+    RouteSpec("POST", "/v1/detokenize", tokenize.detokenize, "Text", DetokenizeRequest),
     RouteSpec("GET", "/health", health.health, STATE),
     RouteSpec("GET", "/healthz", health.health, STATE),
     RouteSpec("GET", "/ping", health.health, STATE),

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes."""
+"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes; both also below `/v1`."""
 
 from __future__ import annotations
 

@@ -236,13 +236,14 @@ def test_given_prompt_logprobs_when_completed_then_they_stand_in_the_choice(pair
     assert answer["choices"][0]["logprobs"] is None
 
 
-def test_given_text_when_tokenized_and_back_then_it_is_the_same(pair: Pair) -> None:
+@pytest.mark.parametrize("below", ["", "/v1"])
+def test_given_text_when_tokenized_and_back_then_it_is_the_same(pair: Pair, below: str) -> None:
     text = "hello 你好 <|im_end|>"
-    answer = pair.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    answer = pair.post(f"{below}/tokenize", {"prompt": text, "return_token_strs": True}).json()
     assert answer["tokens"] == pair.tokenizer.encode(text)
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
     assert answer["token_strs"][-1] == "<|im_end|>"
-    assert pair.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
+    assert pair.post(f"{below}/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
 
 
 def test_given_messages_when_tokenized_then_they_are_rendered(pair: Pair) -> None:
