@@ -26,7 +26,14 @@ from gateway.openapi import EVENTS, RouteSpec, describe
 from gateway.openapi_schemas import STATE, ModelBounds
 from gateway.routes import chat, completions, health, models, requests, responses, streams, tokenize
 from gateway.routes.endpoint import Call, json_response, route
-from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ResponseRequest, TokenizeRequest
+from gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
 from gateway.service import GatewayService
 from novainfer import __version__
 
@@ -62,6 +69,7 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("GET", "/v1/streams/{stream_id:path}", streams.resume, EVENTS),
     RouteSpec("POST", "/tokenize", tokenize.tokenize, "Tokens", TokenizeRequest),
     RouteSpec("POST", "/detokenize", tokenize.detokenize, "Text", DetokenizeRequest),
+    RouteSpec("POST", "/apply-template", tokenize.apply_template, "Text", TemplateRequest),
     RouteSpec("POST", "/v1/tokenize", tokenize.tokenize, "Tokens", TokenizeRequest),
     RouteSpec("POST", "/v1/detokenize", tokenize.detokenize, "Text", DetokenizeRequest),
     RouteSpec("GET", "/health", health.health, STATE),

@@ -38,6 +38,7 @@ from gateway.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     ResponseRequest,
+    TemplateRequest,
     TokenizeRequest,
 )
 from novainfer.sampling.grammars import CHOICE, JSON, LARK, REGEX
@@ -57,7 +58,7 @@ Schema = dict[str, Any]
 STATE = "State"
 _STRING: Schema = {"type": "string"}
 _NAME: Schema = {"type": "string", "pattern": NAME_PATTERN}
-_BODIES = (ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, TemplateRequest, DetokenizeRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
         "CompletionRequest": _sampling(bounds) | _completion(bounds),
         "ResponseRequest": _sampling(bounds) | _response(),
         "TokenizeRequest": _RENDERED,
+        "TemplateRequest": _RENDERED,
         "DetokenizeRequest": {"tokens": _array(_integer(0, bounds.num_texts - 1))},
     }
     for kind, schema in schemas.items():

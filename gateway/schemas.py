@@ -212,16 +212,12 @@ class ResponseRequest(GenerationRequest):
     separate_reasoning: bool = True
 
 
-class TokenizeRequest(_Body):
-    """`POST /tokenize`: a text, or a chat as the template renders it."""
+class _RenderedRequest(_Body):
+    """What a chat tells its template beside the messages, of which only the prompt is wanted."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"chat_template"})
 
     model: Name | None = None
-    prompt: str | None = None
-    messages: Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool = False
     add_generation_prompt: bool | None = None  # by default, where no message is to be continued
     continue_final_message: bool = False
     chat_template_kwargs: TemplateKwargs = _empty(dict)
@@ -229,6 +225,21 @@ class TokenizeRequest(_Body):
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     documents: Items[dict[str, Any]] | None = None
+
+
+class TokenizeRequest(_RenderedRequest):
+    """`POST /tokenize`: a text, or a chat as the template renders it."""
+
+    prompt: str | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class TemplateRequest(_RenderedRequest):
+    """`POST /apply-template`."""
+
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class DetokenizeRequest(_Body):
@@ -241,7 +252,14 @@ class DetokenizeRequest(_Body):
 
 
 Body = TypeVar(
-    "Body", GenerationRequest, ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest
+    "Body",
+    GenerationRequest,
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
+    TokenizeRequest,
+    TemplateRequest,
+    DetokenizeRequest,
 )
 
 MAX_FIELDS = 256

@@ -84,6 +84,8 @@ class TextWork:
             return self._decode(job)
         if isinstance(job, GrammarJob):
             return [self._grammar(job)]
+        if isinstance(job, RenderJob) and job.as_text:
+            return [self._render(job, say).encode()]
         texts = [str(text, "utf-8") for text in job.texts] if isinstance(job, EncodeJob) else [self._render(job, say)]
         return [pack_ids(self._encode(text, job)) for text in texts]
 

@@ -21,7 +21,7 @@ MAX_TEXT_CHARS = 16 * 1024 * 1024  # that one job may make of token ids
 
 @dataclass(frozen=True, slots=True)
 class RenderJob:
-    """Render a chat and tokenise the prompt.
+    """Render a chat and tokenise the prompt, or give its text where `as_text`.
 
     chat: a JSON object, as the client sent them: 'messages', 'tools', 'template_kwargs' (its integers know no bounds).
     param: the request's field that is at fault if this cannot be done.   max_model_len: 0 = do not look.
@@ -33,6 +33,7 @@ class RenderJob:
     continue_final_message: bool
     add_special_tokens: bool
     max_model_len: int
+    as_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ from gateway.asked_grammar import OUTPUTS, Asked, asked_grammar, make_grammar, t
 from gateway.response_echo import Echo
 from gateway.routes.endpoint import Call
 from gateway.routes.generate import Manner, generate
-from gateway.schemas import ROLES, ChatRequest, TokenizeRequest, without_prompt
+from gateway.schemas import ROLES, ChatRequest, TemplateRequest, TokenizeRequest, without_prompt
 from gateway.service import GatewayService
 from gateway.text_jobs import RenderJob
 from gateway.told_parts import telling_of
 from novainfer.errors import InvalidRequestError
 from novainfer.text.parts import BARRED, NONE
+
+Rendered = ChatRequest | TokenizeRequest | TemplateRequest
 
 
 async def chat_completions(call: Call) -> None:
@@ -62,7 +64,7 @@ def _asked(request: ChatRequest, service: GatewayService) -> tuple[Asked | None,
     return calls, None  # there will be no answer that could have a form
 
 
-def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> RenderJob:
+def chat_job(request: Rendered, max_model_len: int) -> RenderJob:
     """The work of rendering the template and tokenising the prompt. Raises `InvalidRequestError`."""
     messages = request.messages or []
     _check_messages(messages)
@@ -76,8 +78,10 @@ def chat_job(request: ChatRequest | TokenizeRequest, max_model_len: int) -> Rend
         json.dumps(chat, ensure_ascii=False, separators=(",", ":")).encode(),
         add_generation_prompt=add_prompt,
         continue_final_message=request.continue_final_message,
-        add_special_tokens=bool(request.add_special_tokens),  # the template writes the special tokens itself
+        # The template writes the special tokens itself.
+        add_special_tokens=not isinstance(request, TemplateRequest) and bool(request.add_special_tokens),
         max_model_len=max_model_len,
+        as_text=isinstance(request, TemplateRequest),
     )
 
 
@@ -94,7 +98,7 @@ def refuse_unsupported(request: ChatRequest) -> None:
         raise InvalidRequestError("Only the modality 'text' is supported.", param="modalities")
 
 
-def refuse_tool_choice(request: TokenizeRequest) -> None:
+def refuse_tool_choice(request: TokenizeRequest | TemplateRequest) -> None:
     """Refuse one that a prompt by itself says nothing of."""
     if request.tool_choice not in (None, "auto", "none"):
         raise InvalidRequestError("Only tool_choice 'auto' and 'none' are supported yet.", param="tool_choice")
@@ -111,6 +115,6 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
             raise InvalidRequestError(f"messages[{number}].tool_call_id must be a string.", param="messages")
 
 
-def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+def _template_kwargs(request: Rendered) -> dict[str, Any]:
     extras = {"reasoning_effort": request.reasoning_effort, "documents": request.documents}
     return {**{name: value for name, value in extras.items() if value is not None}, **request.chat_template_kwargs}

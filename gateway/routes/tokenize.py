@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes; both also below `/v1`."""
+"""`POST /tokenize` and `/detokenize`, in vLLM's shapes and also below `/v1`; `POST /apply-template`, in llama.cpp's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gateway.routes.chat import chat_job, refuse_tool_choice
 from gateway.routes.endpoint import Call
-from gateway.schemas import DetokenizeRequest, TokenizeRequest
+from gateway.schemas import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from gateway.slices import PART_BYTES, SlicedResponse, Slices, Written, to_json, write_object
 from gateway.text_jobs import DecodeJob, EncodeJob, RenderJob, pack_ids
 from novainfer.errors import InvalidRequestError
@@ -41,6 +41,19 @@ async def tokenize(call: Call) -> None:
         await call.answer(response)
 
 
+async def apply_template(call: Call) -> None:
+    """The prompt of a chat, as text."""
+    service = call.service
+    request, headers = await call.parse(TemplateRequest)
+    service.check_model(request.model)
+    refuse_tool_choice(request)
+    with service.admit(call.info):
+        (text,) = await call.prepare(chat_job(request, service.max_model_len))
+        response = await _text_response(str(text, "utf-8"), headers)
+        del request, text
+        await call.answer(response)
+
+
 async def write_each(ids: memoryview, told: Callable[[int], int | str | None]) -> Written:
     """A JSON list of what is `told` of each id, written in slices: a body of digits makes millions of tokens."""
     slices = Slices()
@@ -62,7 +75,13 @@ async def detokenize(call: Call) -> None:
         raise InvalidRequestError("tokens holds an id that neither the model nor its tokenizer has.", param="tokens")
     with service.admit(call.info):
         (text,) = await call.decode(DecodeJob("tokens", [pack_ids(request.tokens)], skip_special_tokens=False))
-        await call.answer(await SlicedResponse.of(write_object({"prompt": await _write_text(text)}), headers))
+        response = await _text_response(text, headers)
+        del request, text
+        await call.answer(response)
+
+
+async def _text_response(text: str, headers: dict[str, str]) -> SlicedResponse:
+    return await SlicedResponse.of(write_object({"prompt": await _write_text(text)}), headers)
 
 
 async def _write_text(text: str) -> Written:

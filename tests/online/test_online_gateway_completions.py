@@ -250,6 +250,14 @@ def test_given_messages_when_tokenized_then_they_are_rendered(pair: Pair) -> Non
     answer = pair.post("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}).json()
     rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert answer["tokens"] == pair.tokenizer.encode(rendered)
+    text = pair.post("/apply-template", {"messages": [{"role": "user", "content": "hello"}]})
+    assert (text.status_code, text.json()) == (200, {"prompt": rendered})
+
+
+@pytest.mark.parametrize("body", [{}, {"messages": []}, {"prompt": "x"}, {"messages": [{"role": "user"}]}])
+def test_given_no_chat_when_its_prompt_is_asked_for_then_400(pair: Pair, body: dict[str, object]) -> None:
+    reply = pair.post("/apply-template", body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
 
 
 def test_given_a_message_to_be_continued_when_tokenized_then_it_is_what_a_chat_would_send(pair: Pair) -> None:
@@ -260,30 +268,44 @@ def test_given_a_message_to_be_continued_when_tokenized_then_it_is_what_a_chat_w
     assert answer["tokens"] == pair.scheduler.added[-1].prompt_token_ids
 
 
+PROMPTS = ("/tokenize", "/apply-template")  # tell what a chat's is
+
+
 def test_given_what_a_chat_tells_its_template_when_tokenized_then_it_counts_and_is_not_named_as_ignored(
     tmp_path: Path,
 ) -> None:
-    template = "{{ reasoning_effort }} {{ documents }} {{ tools | length if tools else 0 }}" + CHATML
+    template = (
+        "{{ enable_thinking }} {{ reasoning_effort }} {{ documents }} {{ tools | length if tools else 0 }}" + CHATML
+    )
     model = write_tokenizer(tmp_path / "model", template=template)
     scheduler, gateway = start_pair(model, tmp_path / "run", Tokenizer.load(model).vocab_size)
     chat = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f"}}]}
-    asked: list[dict[str, Any]] = [{}, {"reasoning_effort": "low"}, {"documents": [{"a": 1}]}, {"tool_choice": "none"}]
+    asked: list[dict[str, Any]] = [
+        {},
+        {"think": False},
+        {"reasoning_effort": "low"},
+        {"documents": [{"a": 1}]},
+        {"tool_choice": "none"},
+    ]
     wrong: list[dict[str, Any]] = [{"reasoning_effort": 1}, {"documents": "x"}, {"tool_choice": "required"}]
     try:
         with gateway.http() as http:
             told = [http.post("/tokenize", json={**chat, **more}) for more in asked]
+            texts = [http.post("/apply-template", json={**chat, **more}) for more in asked]
             for more in asked:
                 http.post("/v1/chat/completions", json={**chat, **more, "max_tokens": 1})
-            refused = [http.post("/tokenize", json={**chat, **more}) for more in wrong]
+            refused = [http.post(path, json={**chat, **more}) for path in PROMPTS for more in wrong]
     finally:
         gateway.close()
         scheduler.close()
-    assert not any("x-novainfer-ignored" in answer.headers for answer in told)
+    assert not any("x-novainfer-ignored" in answer.headers for answer in (*told, *texts))
+    tokenizer = Tokenizer.load(model)
     tokens = [answer.json()["tokens"] for answer in told]
     assert tokens == [request.prompt_token_ids for request in scheduler.added]
     assert all(tokens.count(one) == 1 for one in tokens)
+    assert [tokenizer.encode(answer.json()["prompt"], add_special_tokens=False) for answer in texts] == tokens
     params = [(answer.status_code, answer.json()["error"]["param"]) for answer in refused]
-    assert params == [(400, name) for more in wrong for name in more]
+    assert params == [(400, name) for more in wrong for name in more] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, {"prompt": 1}])

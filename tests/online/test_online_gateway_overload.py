@@ -295,8 +295,9 @@ def test_given_a_client_that_reads_slowly_but_steadily_when_its_stream_is_long_t
         (CHAT, {"messages": HELLO, "max_tokens": 2}),
         ("/tokenize", {"prompt": "hello"}),
         ("/detokenize", {"tokens": [5, 6]}),
+        ("/apply-template", {"messages": HELLO}),
     ],
-    ids=["text", "chat", "tokenize", "detokenize"],
+    ids=["text", "chat", "tokenize", "detokenize", "template"],
 )
 def test_given_a_whole_answer_when_it_is_sent_then_it_counts_until_its_client_has_it(
     crowded: Crowded, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
