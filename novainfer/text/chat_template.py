@@ -218,6 +218,8 @@ def _plain_message(
         plain["role"] = "tool"
     if plain.get("role") == "developer" and not keep_developer:
         plain["role"] = "system"  # the newer name of the same role; most templates know only the older
+    if isinstance(plain.get("reasoning"), str):  # another name of the same; most templates know only this one
+        plain.setdefault("reasoning_content", plain["reasoning"])
     calls = plain.pop("tool_calls", [])
     if calls != []:
         calls = calls if isinstance(calls, list) else [None]

@@ -222,6 +222,23 @@ def test_given_an_assistant_that_called_or_refused_when_rendered_then_it_needs_n
     assert render(shows, [{"role": "assistant", "content": parts}]) == "[Sorry.\nI will not.]"
 
 
+@pytest.mark.parametrize(
+    ("thoughts", "shown"),
+    [
+        ({"reasoning": "Hm"}, "Hm Hm"),
+        ({"reasoning": "Hm", "reasoning_content": None}, "Hm Hm"),
+        ({"reasoning": "Hm", "reasoning_content": "Ah"}, "Hm Ah"),
+        ({"reasoning_content": "Ah"}, " Ah"),
+        ({"reasoning": {"x": 1}}, "{'x': 1} "),
+    ],
+)
+def test_given_thoughts_under_their_other_name_when_rendered_then_a_template_finds_them_where_it_looks(
+    thoughts: dict[str, object], shown: str
+) -> None:
+    messages = [{"role": "assistant", "content": "x", **thoughts}]
+    assert render("{{ messages[0].reasoning }} {{ messages[0].reasoning_content }}", messages) == shown
+
+
 def test_given_a_developer_message_when_the_template_knows_only_system_then_it_is_one() -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert render("{{ messages[0].role }}", messages) == "system"
