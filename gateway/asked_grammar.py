@@ -51,8 +51,7 @@ class Asked:
 
 def asked_grammar(request: ChatRequest | CompletionRequest) -> Asked | None:
     """None: the answer may be anything. Raises `InvalidRequestError`."""
-    given = request.response_format if isinstance(request, ChatRequest) else None
-    asked = None if given is None else _of_format(given)
+    asked = None if request.response_format is None else _of_format(request.response_format)
     outputs = None if request.structured_outputs is None else _of_outputs(request.structured_outputs)
     if asked is not None and outputs is not None:
         raise InvalidRequestError(f"{OUTPUTS} cannot be combined with {FORMAT}.", param=OUTPUTS)

@@ -178,7 +178,8 @@ def _sampling(bounds: ModelBounds) -> dict[str, Schema]:
 def _completion(bounds: ModelBounds) -> dict[str, Schema]:
     ids = _array(_integer(0, bounds.vocab_size - 1), 1, bounds.max_model_len - 1)
     most = {"max_tokens": _integer(0, bounds.max_model_len - 1)}  # 0: an echo alone
-    return most | {"prompt": {"anyOf": [_text(1), ids, _array(_text(1), 1, MAX_PROMPTS), _array(ids, 1, MAX_PROMPTS)]}}
+    prompts = [_text(1), ids, _array(_text(1), 1, MAX_PROMPTS), _array(ids, 1, MAX_PROMPTS)]
+    return most | {"prompt": {"anyOf": prompts}, "response_format": _RESPONSE_FORMAT}
 
 
 def _object(**properties: Schema) -> Schema:
@@ -193,6 +194,7 @@ _SCHEMA_FORMAT = _object(
 )
 _SCHEMA_FORMAT["properties"]["json_schema"]["properties"]["strict"] = {"type": ["boolean", "null"]}
 _SCHEMA_FORMAT["properties"]["json_schema"]["properties"]["description"] = {"type": ["string", "null"]}
+_RESPONSE_FORMAT: Schema = {"anyOf": [_object(type={"enum": [*FORMATS[:2]]}), _SCHEMA_FORMAT]}
 _OUTPUTS: Schema = {
     "type": "object",
     "properties": {
@@ -243,7 +245,7 @@ def _chat() -> dict[str, Schema]:
         **_RENDERED,
         "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, _CHOSEN]},
         "modalities": _array({"const": "text"}, 1, 1),
-        "response_format": {"anyOf": [_object(type={"enum": [*FORMATS[:2]]}), _SCHEMA_FORMAT]},
+        "response_format": _RESPONSE_FORMAT,
     }
 
 

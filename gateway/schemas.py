@@ -165,11 +165,12 @@ class ChatRequest(ChoicesRequest):
 class CompletionRequest(ChoicesRequest):
     """`POST /v1/completions`."""
 
-    unsupported = frozenset({"suffix", "best_of", "response_format", "think", "thinking"})
+    unsupported = frozenset({"suffix", "best_of", "think", "thinking"})
 
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
     echo: bool = False
     logprobs: Int | None = None
+    response_format: dict[str, Any] | None = None
 
 
 class ResponseRequest(GenerationRequest):

@@ -105,6 +105,18 @@ def test_given_json_of_any_form_when_answered_then_it_is_an_object_or_cut_by_the
     assert (stopped.finish_reason, "age" in stopped.message.content) == ("stop", False)
 
 
+@pytest.mark.parametrize("prompt", ["One person: ", ["One person: ", "Another: "]])
+def test_given_a_format_when_a_text_is_completed_then_what_follows_the_prompt_has_it(
+    sdk: openai.OpenAI, prompt: str | list[str]
+) -> None:
+    style: Any = {"temperature": 1.3, "seed": 15, "max_tokens": 200, "extra_body": {"response_format": FORMAT}}
+    answer = sdk.completions.create(model="demo", prompt=prompt, **style)
+    assert len(answer.choices) == (1 if isinstance(prompt, str) else 2)
+    assert all(choice.finish_reason == "stop" and is_person(choice.text) for choice in answer.choices)
+    chunks = sdk.completions.create(model="demo", prompt="One person: ", stream=True, **style)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+
+
 @pytest.mark.parametrize(
     ("outputs", "pattern"),
     [

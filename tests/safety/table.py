@@ -142,7 +142,7 @@ NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # and what asks for nothing
     "web_search_options": (),
 }
 NOT_IN_TEXT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("response_format", "think", "thinking"), EMPTY),
+    **dict.fromkeys(("think", "thinking"), EMPTY),
     "suffix": ("",),
     "best_of": (1,),
 }
@@ -467,11 +467,13 @@ def _requests() -> Iterator[Parameter]:
     formats = ({}, {"type": "text"}, {"type": "json_object"}, {"type": 5}, {"type": None}, {"type": []})
     schemas = ({"name": "n", "schema": schema} for schema in ({}, {"type": "integer"}, {"type": "x"}, {"not": {}}, []))
     formats += tuple({"type": "json_schema", "json_schema": schema} for schema in (*schemas, {}, None, 5))
-    yield Parameter("response_format", Object(formats, is_format), (CHAT,))
+    yield Parameter("response_format", Object(formats, is_format), CHOICES)
     yield Parameter("structured_outputs", Object(OUTPUTS, is_outputs), HTTP)
     options = ({"include_usage": flag} for flag in (True, None, 1, "true", math.nan))
     yield Parameter("stream_options", Object(tuple(options), is_stream_options), CHOICES, beside={"stream": True})
-    yield Parameter("stream_options", Object(({}, {"include_usage": True}), lambda value: not value), CHOICES)
+    yield Parameter(
+        "stream_options", Object(({}, {"include_usage": True}), lambda value: "include_usage" not in value), CHOICES
+    )
     yield Parameter("an_unknown_field", Anything(), HTTP)
     yield from (Parameter(name, Nothing(no_ops), (CHAT,)) for name, no_ops in NOT_IN_CHAT.items())
     yield from (Parameter(name, Nothing(no_ops), (TEXT,)) for name, no_ops in NOT_IN_TEXT.items())

@@ -580,6 +580,8 @@ def test_given_a_request_when_asked_for_its_form_then_each_field_says_it() -> No
     assert of_chat(response_format={"type": "json_schema", "json_schema": named}) == schema
     text = parse(CompletionRequest, {"prompt": "x", "structured_outputs": {"choice": ["é"]}}, strict_params=True)[0]
     assert asked_grammar(text) == Asked("structured_outputs", CHOICE, '["é"]')
+    fields = {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": named}}
+    assert asked_grammar(parse(CompletionRequest, fields, strict_params=True)[0]) == schema
     assert of_chat(structured_outputs={"json": SCHEMA}) == of_chat(structured_outputs={"json": '{"type": "integer"}'})
     assert of_chat(structured_outputs={"regex": "a"}) == Asked("structured_outputs", REGEX, "a")
     assert of_chat(structured_outputs={"grammar": "start: x"}) == Asked("structured_outputs", LARK, "start: x")
