@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from novainfer.config import COMPONENTS, ServeConfig
+from novainfer.entrypoints.foreign_flags import WITHOUT_EFFECT, why_refused
 from novainfer.entrypoints.presets import PRESETS
 from novainfer.errors import ConfigError
 
@@ -155,10 +156,16 @@ class Parser(argparse.ArgumentParser):
 
     def unknown(self, extras: Sequence[str]) -> None:
         """Exit with status 2 because of arguments that nobody knows."""
-        known = [flag for action in self._actions for flag in action.option_strings]
+        known = [flag for action in self._actions for flag in action.option_strings if flag not in WITHOUT_EFFECT]
         if not extras[0].startswith("-"):
             self.error(f"unexpected argument {extras[0]}: several values of one flag are separated by commas")
-        self.error(f"unknown argument {extras[0]}{_nearest(extras[0].split('=')[0], known)}")
+        flag = extras[0].split("=")[0]
+        why = why_refused(flag) if self._has_options else None
+        self.error(f"unknown argument {extras[0]}{_nearest(flag, known) if why is None else f': {why}'}")
+
+    @property
+    def _has_options(self) -> bool:
+        return all(option.flag in self._option_string_actions for option in OPTIONS.values())
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -174,11 +181,17 @@ def _dashed(argument: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the positional MODEL, --config, --preset, --print-config and a flag for every config field."""
+    """Give `parser` the positional MODEL, --config, --preset, --print-config and a flag for every config field.
+
+    What it has of others' flags that change nothing is in `without_effect`.
+    """
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="the same as --model")
     parser.add_argument("--config", metavar="FILE", help="YAML file; its keys are the flags without the leading dashes")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="ready-made values for common hardware")
     parser.add_argument("--print-config", action="store_true", help="show every value and where it came from, and exit")
+    for flag in WITHOUT_EFFECT:
+        about: dict[str, Any] = {"dest": "without_effect", "default": [], "help": argparse.SUPPRESS}
+        parser.add_argument(flag, action="append_const", const=flag, **about)
     for component, cls in COMPONENTS.items():
         group = parser.add_argument_group((cls.__doc__ or component).strip().split("\n")[0].rstrip("."))
         for option in OPTIONS.values():
@@ -306,7 +319,9 @@ def from_yaml(path: Path) -> tuple[dict[str, Any], str | None]:
         if name == "preset":
             preset = str(data[key])
         elif name not in OPTIONS:
-            raise ConfigError(f"{path}: unknown option '{key}'{_nearest(name, OPTIONS, dashes=True)}")
+            why = why_refused("--" + name.replace("_", "-"))
+            hint = _nearest(name, OPTIONS, dashes=True) if why is None else f": {why}"
+            raise ConfigError(f"{path}: unknown option '{key}'{hint}")
         elif name in values:
             raise ConfigError(f"{path}: '{key}' is given twice")
         else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ import setproctitle
 
 from novainfer.checkpoint import check_model, check_split, resolve_checkpoint
 from novainfer.config import ServeConfig, check
+from novainfer.entrypoints.foreign_flags import WITHOUT_EFFECT
 from novainfer.entrypoints.keys import seal_keys
 from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
@@ -30,6 +32,8 @@ from novainfer.transport.cluster import cluster_links
 from novainfer.transport.replicas import REPLICA_DIR, remove_ray_files
 from workers.kept_config import tell_zygote
 from workers.weight_ahead import read_ahead
+
+log = logging.getLogger(__name__)
 
 LOCK = "lock"  # in a run directory; held while a server runs there
 TEMPORARY = b"temporary\n"  # written into the lock once it is held, if the directory is ours from the start
@@ -44,11 +48,14 @@ def serve_command(arguments: argparse.Namespace) -> int:
         return 0
     # Ray and the workers inherit this environment; keys are none of their business.
     os.environ.pop("NOVAINFER_API_KEY", None)
-    return serve(resolved.config)
+    return serve(resolved.config, arguments.without_effect)
 
 
-def serve(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT; 0 after an orderly end. Raises `ConfigError` before anything starts."""
+def serve(config: ServeConfig, without_effect: Sequence[str] = ()) -> int:
+    """Serve until SIGTERM or SIGINT; 0 after an orderly end. Raises `ConfigError` before anything starts.
+
+    without_effect: flags of other servers that were given.
+    """
     check(config)
     _check_traces(config.server.otlp_traces_endpoint)
     model = config.model
@@ -60,6 +67,8 @@ def serve(config: ServeConfig) -> int:
         read_ahead(folder, config, range(config.parallel.tensor_parallel_size))
     text = folder if model.tokenizer is None else resolve_checkpoint(model.tokenizer, revision=model.revision)
     configure("supervisor", config.server)
+    for flag in without_effect:
+        log.info("%s has no effect: %s", flag, WITHOUT_EFFECT[flag])
     check_text_files(text, model.chat_template)
     with held_port(config) as config:
         return _serve(seal_keys(config))

@@ -44,13 +44,14 @@ def test_the_clients_when_a_server_runs_then_they_print_its_models_and_answers(s
 def test_a_second_server_when_the_port_is_taken_then_it_says_so_and_exits_with_2(server: RunningServer) -> None:
     port = server.base_url.rsplit(":", 1)[1]
     done = subprocess.run(
-        [sys.executable, "-m", "novainfer.entrypoints.cli", "serve", "--port", port],
+        [sys.executable, "-m", "novainfer.entrypoints.cli", "serve", "--port", port, "--enable-auto-tool-choice"],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "supervisor: --enable-auto-tool-choice has no effect: calls are told" in done.stderr
 
 
 def test_the_doctor_when_asked_about_the_demo_model_then_it_finds_nothing_that_would_fail() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from novainfer.config import COMPONENTS, ServeConfig, ServerConfig, check
 from novainfer.entrypoints.cli import main
+from novainfer.entrypoints.foreign_flags import ABSENT, WITHOUT_EFFECT
 from novainfer.entrypoints.options import (
     OPTIONS,
     Parser,
@@ -110,6 +111,8 @@ def test_yaml_types_when_right_then_they_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("yaml", "words"),
     [
+        ("enable-lora: true", "unknown option 'enable-lora': there are no LoRA adapters"),
+        ("enable_auto_tool_choice: true", "unknown option 'enable_auto_tool_choice': calls are told"),
         ("max-num-sequences: 3", "unknown option 'max-num-sequences'; did you mean max-num-seqs?"),
         ("port: '80'", "port needs a whole number, not '80'"),
         ("port: true", "port needs a whole number, not True"),
@@ -171,6 +174,10 @@ def test_a_kubernetes_service_called_novainfer_when_its_variables_are_there_then
             "unexpected argument b: several values of one flag are",
         ),
         (("--max-num-seq", "3"), "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
+        (("--enable-lora",), "unknown argument --enable-lora: there are no LoRA adapters: merge one"),
+        (("--max_loras=3",), "unknown argument --max-loras=3: there are no LoRA adapters: merge one"),
+        (("-pp", "2"), "unknown argument -pp: layers are not shared out"),
+        (("--enable-auto-tool-choise",), "unknown argument --enable-auto-tool-choise; did you mean --enable-prefix-c"),
         (("--port", "x"), "--port needs a whole number, not 'x'"),
         (("--dtype", "int4"), "--dtype is one of"),
     ],
@@ -182,6 +189,25 @@ def test_a_wrong_flag_when_parsed_then_the_command_exits_with_2_and_says_why(
         main(["serve", *flags])
     assert stop.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_flags_of_others_that_change_nothing_when_given_then_they_are_taken_and_named() -> None:
+    given = [*WITHOUT_EFFECT, "--disable_log_requests"]
+    arguments = parse("demo", *given)
+    assert arguments.without_effect == [*WITHOUT_EFFECT, "--disable-log-requests"]
+    assert resolve(arguments, {}).config == ServeConfig()
+    assert parse("demo").without_effect == []
+    flags = {flag for option in OPTIONS.values() for flag in (option.flag, f"--no{option.flag[1:]}")}
+    assert not flags & (WITHOUT_EFFECT.keys() | ABSENT.keys())
+    assert not WITHOUT_EFFECT.keys() & ABSENT.keys()
+
+
+def test_a_flag_of_others_when_given_to_a_client_then_there_is_no_word_of_the_servers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["models", "--context-length", "3"])
+    assert "max-model-len" not in capsys.readouterr().err
 
 
 def test_two_models_when_they_differ_then_it_is_an_error() -> None:
