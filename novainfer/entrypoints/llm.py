@@ -19,6 +19,7 @@ from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, des
 from novainfer.config import DEMO_MODEL, ServeConfig, check
 from novainfer.engine.core import EngineCore
 from novainfer.entrypoints.chats import ChatPrompts, Manner, check_conversations
+from novainfer.entrypoints.foreign_flags import why_refused
 from novainfer.entrypoints.options import OPTIONS, build_config, parse_yaml_value
 from novainfer.errors import ConfigError, InvalidRequestError
 from novainfer.executor.base import OwnExecutor
@@ -333,7 +334,9 @@ def config_from_options(options: dict[str, Any]) -> ServeConfig:
     for name, value in options.items():
         if name not in OPTIONS:
             near = get_close_matches(name, OPTIONS, n=1)
-            raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            why = why_refused("--" + name.replace("_", "-"))
+            hint = f": {why}" if why else f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"unknown option {name!r}{hint}")
         # A folder may come as a Path, and several values as a tuple; YAML has neither.
         plain = os.fspath(value) if isinstance(value, os.PathLike) else value
         values[name] = parse_yaml_value(OPTIONS[name], list(plain) if isinstance(plain, tuple) else plain)

@@ -356,6 +356,8 @@ def test_given_weights_that_are_no_numbers_when_loaded_then_the_tensor_is_named(
 def test_given_a_misspelt_option_when_made_then_the_nearest_is_named() -> None:
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(max_model_length=5)
+    with pytest.raises(ConfigError, match="unknown option 'enable_lora': there are no LoRA adapters"):
+        LLM(enable_lora=True)
 
 
 def test_given_conversations_when_chatting_then_each_is_answered_through_the_template() -> None:
