@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from gateway.body_writer import BodyWriter
 from gateway.errors import ApiError
+from gateway.explained import explained
 from gateway.generation import Generation, PromptState
 from gateway.logprobs import ChatLogprobs, CompletionLogprobs, LogprobRoom, PromptLogprobs
 from gateway.plain_choice import PlainChoice, Spelling
@@ -87,7 +88,7 @@ class _Chunks:
     def plain(self, output: ChoiceOutput, writer: BodyWriter) -> PlainChoice | None:
         """The short way for the tokens of a choice that has begun; None if more is told of them than their text."""
         record = self._record
-        if record.event_ids or record.continuous_usage or record.token_ids or record.logprobs:
+        if record.event_ids or record.continuous_usage or record.token_ids or record.logprobs or record.explain:
             return None
         head, tail = self._chunk(output.choice, self._fields_of("\0", "null")).encode().split(b"\0")
         return PlainChoice(output, (head, tail), _spelling(self._generation.tokenizer), writer)
@@ -122,8 +123,9 @@ class _Chunks:
         return f"{event_id}{self._head}{choice},{fields}}}]{usage}{more}}}\n\n"
 
     async def last(self) -> bytes:
-        """After the last choice has ended: usage and receipts where asked for, in one chunk without choices."""
+        """After the last choice has ended: in one chunk without choices usage, explanation, receipts, if asked for."""
         more = {"usage": self._generation.usage()} if self._record.include_usage else {}
+        more |= explained(self._generation)
         if self._receipts is not None:
             more |= await self._receipts.fields()
         return (event(self._envelope.wrap([], **more)) if more else b"") + DONE
@@ -244,7 +246,8 @@ class _Answer(ABC, Generic[Logprobs]):
         self._record = record
         self._num_prompt_top = request.prompt_logprobs
         self._wants_prompts = request.prompt_logprobs is not None
-        self._is_plain = not (record.logprobs or self._wants_prompts or record.token_ids)  # tells texts, as most do
+        # It tells texts alone, as most do.
+        self._is_plain = not (record.logprobs or self._wants_prompts or record.token_ids or record.explain)
         count = len(generation.outputs) if record.logprobs else 0
         self._logprobs: list[Logprobs] = [logprobs(as_ids=record.tokens_as_ids) for _ in range(count)]
 
@@ -274,7 +277,7 @@ class _Answer(ABC, Generic[Logprobs]):
             whole = Envelope.of(self._record, self.kind).wrap([choice], usage=self._generation.usage())
             return Written([to_json(whole)])
         choices = await self._choices(wholes)
-        more = {"usage": self._generation.usage(), **await self._more()}
+        more = {"usage": self._generation.usage(), **explained(self._generation), **await self._more()}
         if receipts is not None:
             more |= await receipts.fields()
         return write_object(Envelope.of(self._record, self.kind).wrap(choices, **more))
@@ -365,7 +368,7 @@ class CompletionAnswer(_Answer[CompletionLogprobs]):
         echo.pack()
         fields: dict[str, Any] = {}
         if self._record.token_ids:
-            fields["prompt_token_ids"] = Written([_dumps(prompt.token_ids)])
+            fields["prompt_token_ids"] = Written([_ascii(prompt.token_ids)])
         if self._wants_prompts:
             fields["prompt_logprobs"] = logprobs.write()
         return echo, fields
@@ -390,9 +393,5 @@ async def _describe(generation: Generation, prompt: PromptState, *sinks: Complet
 def _finish(delta: ChoiceDelta) -> str:
     if delta.finish_reason is None:
         return '"finish_reason":null,"stop_reason":null'
-    stop = "null" if delta.stop_reason is None else _dumps(delta.stop_reason)
+    stop = "null" if delta.stop_reason is None else _ascii(delta.stop_reason)
     return f'"finish_reason":"{delta.finish_reason}","stop_reason":{stop}'
-
-
-def _dumps(value: Any) -> str:
-    return _ascii(value)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.asked_grammar import FORMATS, NAME_PATTERN
+from gateway.explained import EXPLAINED_COUNTS, EXPLAINED_TIMES
 from gateway.foreign_fields import (
     KWARGS,
     MODES,
@@ -41,6 +42,7 @@ from gateway.schemas import (
     TemplateRequest,
     TokenizeRequest,
 )
+from novainfer.protocol.messages import WAITED_BLOCKS, WAITED_GRAMMAR, WAITED_ROWS, WAITED_SHARE, WAITED_TOKENS
 from novainfer.sampling.grammars import CHOICE, JSON, LARK, REGEX
 from novainfer.sampling.params import (
     FLOAT_BOUNDS,
@@ -303,6 +305,17 @@ _END: dict[str, Schema] = {
     "finish_reason": {"enum": ["stop", "length", "cancelled"]},
     "stop_reason": {"type": ["integer", "string", "null"]},
 }
+_MS: Schema = {"type": "number", "minimum": 0}
+_WAITED: Schema = {"enum": [WAITED_ROWS, WAITED_BLOCKS, WAITED_TOKENS, WAITED_SHARE, WAITED_GRAMMAR, None]}
+_EXPLAIN = _object(
+    summary=_STRING,
+    **dict.fromkeys(EXPLAINED_TIMES, _MS),
+    **dict.fromkeys(EXPLAINED_COUNTS, _COUNT),
+    waited_for=_WAITED,
+) | {
+    "description": "Why it took so long. Milliseconds: total_ms is from the request's arrival until its last token, "
+    "and the sum of gateway_ms, queue_ms, prefill_ms and decode_ms; longest_gap_ms is between two of its tokens."
+}
 _CALL = _object(id=_STRING, type={"const": "function"}, function=_object(name=_STRING, arguments=_STRING))
 _SAID = _object(role={"const": "assistant"}, content=_MAYBE_STRING, refusal={"type": "null"})
 _SAID["properties"] |= {"reasoning_content": _STRING, "tool_calls": _array(_CALL, 1)}  # where there are any
@@ -311,7 +324,9 @@ _CHAT_END = _END | {"finish_reason": {"enum": [*_END["finish_reason"]["enum"], "
 
 def _answer(kind: str, choice: Schema) -> Schema:
     texts = dict.fromkeys(("id", "model", "system_fingerprint"), _STRING)
-    return _object(object={"const": kind}, created=_COUNT, choices=_array(choice, 1), usage=_USAGE, **texts)
+    answer = _object(object={"const": kind}, created=_COUNT, choices=_array(choice, 1), usage=_USAGE, **texts)
+    answer["properties"]["explain"] = _EXPLAIN  # where it was asked for
+    return answer
 
 
 _RESPONSE = _object(

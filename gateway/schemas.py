@@ -137,6 +137,7 @@ class ChoicesRequest(GenerationRequest):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     receipt: bool = False
+    explain: bool = False
 
 
 class ChatRequest(ChoicesRequest):
@@ -181,7 +182,7 @@ class ResponseRequest(GenerationRequest):
             "max_new_tokens", "n_predict",
             "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "return_token_ids",
             "return_tokens_as_token_ids", "receipt", "response_format", "reasoning_effort", "echo", "functions",
-            "function_call", "context_management", "prompt", "previous_response_id", "conversation",
+            "function_call", "context_management", "prompt", "previous_response_id", "conversation", "explain",
         }
     )  # fmt: skip
 

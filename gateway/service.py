@@ -15,6 +15,7 @@ from gateway.body import ByteBudget
 from gateway.context import RequestInfo
 from gateway.engine_metrics import ClientView, EngineView
 from gateway.errors import ApiError
+from gateway.explained import ExplainedGeneration
 from gateway.generation import Generation, PromptState
 from gateway.limits import Cost, Limits, Room
 from gateway.logprobs import LogprobRoom
@@ -240,7 +241,7 @@ class GatewayService:
             for state, answer in zip(states, answers, strict=True)
         ]
         stream = self.client.submit(*adds)
-        return Generation(
+        return (ExplainedGeneration if record.explain else Generation)(
             states,
             stream,
             self.tokenizer,
@@ -274,6 +275,7 @@ class GatewayService:
             deadline=deadline_of(info),
             aliases=[response_id, info.request_id],
             answer=answer,
+            explain=request.explain,
         )
 
     def admit(self, info: RequestInfo, cost: Cost | None = None, room: Room | None = None) -> Admission:

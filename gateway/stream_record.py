@@ -30,7 +30,7 @@ class StreamRecord:
     after_prompt: its text goes on from the prompt's, as of a completion, or a chat that continues its last message.
     prompt_alone: see `PromptState.is_alone`. telling: what is taken out of the text. is_response: a chat that is told
     as an answer of `/v1/responses`, whose events count all that was told: no other gateway can go on with it.
-    tokens_as_ids: log-probabilities name tokens by their ids.
+    tokens_as_ids: log-probabilities name tokens by their ids. explain: see `explained`.
     """
 
     is_chat: bool
@@ -49,6 +49,7 @@ class StreamRecord:
     telling: Telling | None = None
     is_response: bool = False
     tokens_as_ids: bool = False
+    explain: bool = False
 
     @classmethod
     def of(
@@ -79,6 +80,7 @@ class StreamRecord:
             prompt_alone=asks_for_prompt_alone(request),
             telling=telling,
             tokens_as_ids=request.return_tokens_as_token_ids,
+            explain=request.explain,
         )
 
     def call_id(self, choice: int, index: int) -> str:

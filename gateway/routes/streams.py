@@ -16,6 +16,7 @@ from gateway.answers import chunks_of
 from gateway.body import ClientGone
 from gateway.context import RequestInfo
 from gateway.errors import ApiError
+from gateway.explained import ExplainedGeneration
 from gateway.generation import Generation, PromptState
 from gateway.routes.endpoint import MODE_HEADER, Call
 from gateway.service import DEADLINE_GRACE, GatewayService, deadline_of
@@ -115,7 +116,7 @@ def _take_over(
         add = replace(add, deadline=deadline_of(info))
         requests.append(taken_over(add, [max(place - 1, 0) for place in told]))
     stream = parts[0][0].stream
-    generation = Generation(
+    generation = (ExplainedGeneration if stream.explain else Generation)(
         states,
         service.client.submit(*requests),
         service.tokenizer,

@@ -42,6 +42,10 @@ class Intake:
             self._take(item, batch.epoch)
         if not batch.has_even_columns:
             raise ProtocolError("a batch's columns are of different lengths")
+        for notes in batch.notes:  # before their choices may end
+            entry = self._journal.get(notes.request_id)
+            if entry is not None and entry.noted is not None:
+                entry.noted.take(notes)
         self.num_tokens += len(batch.token_ids) + sum([len(output.token_ids) for output in batch.outputs])
         for ref, cached in zip(batch.begun_refs, batch.begun_cached, strict=False):
             if (live := self._journal.choices.get(ref)) is not None and live.entry.num_cached_tokens < 0:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from novainfer.client.noted import Noted
 from novainfer.client.stream import ShortWay, Sink
 from novainfer.errors import ProtocolError
-from novainfer.protocol.messages import FINISH_CANCELLED, AddRequest, PromptLogprobs, TokenOutput
+from novainfer.protocol.messages import FINISH_CANCELLED, AddRequest, Notes, PromptLogprobs, TokenOutput
 
 
 class JournalEntry:
@@ -21,6 +22,7 @@ class JournalEntry:
     emitted[c]: token ids of choice c so far.   finish_reasons[c]: None while the choice is live.
     accepted_at: seconds on the caller's clock, from which the deadline counts.
     num_cached_tokens: see `AddRequest`.
+    noted: where its time goes, if it asks (`AddRequest.explain`): None else.
     was_sent: an engine may have accepted it; the next one must not refuse it for want of room.
     A request that was taken over from another gateway brings tokens along (`AddRequest.emitted`).
     """
@@ -30,6 +32,7 @@ class JournalEntry:
         "emitted",
         "epoch",
         "finish_reasons",
+        "noted",
         "num_cached_tokens",
         "num_prompt_logprobs",
         "request",
@@ -45,6 +48,7 @@ class JournalEntry:
         self.finish_reasons: list[str | None] = [None] * request.params.n
         self.num_prompt_logprobs = 0
         self.num_cached_tokens = request.num_cached_tokens
+        self.noted = Noted() if request.explain else None
         self._accepted_at = accepted_at
 
     @property
@@ -73,7 +77,15 @@ class JournalEntry:
             self.num_cached_tokens = fresh.num_cached_tokens
         emitted.extend(fresh.token_ids)
         self.finish_reasons[output.choice] = fresh.finish_reason
+        if self.noted is not None and fresh.finish_reason is not None:
+            if fresh.notes is not None:
+                self.noted.take(fresh.notes)
+            return replace(fresh, notes=self.told_notes(output.choice))
         return fresh
+
+    def told_notes(self, choice: int) -> Notes | None:
+        """What the reader of a choice gets with its end."""
+        return None if self.noted is None else self.noted.told(self.request.request_id, choice)
 
     def accept_prompt_logprobs(self, output: PromptLogprobs, epoch: int) -> PromptLogprobs | None:
         """The same for prompt log-probabilities, which start at prompt token 1."""
@@ -99,11 +111,16 @@ class JournalEntry:
             self.finish(c, FINISH_CANCELLED)
 
     def resume_request(self, *, now: float = 0.0) -> AddRequest:
-        """What makes an engine that knows nothing go on; `finished_choices` must then be cancelled there."""
+        """What makes an engine that knows nothing go on; `finished_choices` must then be cancelled there.
+
+        What one before it has noted is kept apart from here on.
+        """
         deadline = self.request.deadline
         if deadline > 0:
             deadline = max(deadline - (now - self._accepted_at), 1e-3)  # 0 would mean none
         emitted = [list(ids) for ids in self.emitted]
+        if self.noted is not None:
+            self.noted.sent_again(now - self._accepted_at)
         return replace(self.request, emitted=emitted, deadline=deadline, num_cached_tokens=self.num_cached_tokens)
 
     @property

@@ -214,7 +214,8 @@ class GatewaySession:
         self._tell(CancelRequest(request_id, -1 if entry.finished else choice, complete))
         for c in live:
             index = len(entry.emitted[c])
-            self._sinks[request_id].push(TokenOutput(request_id, c, index, [], FINISH_CANCELLED))
+            end = TokenOutput(request_id, c, index, [], FINISH_CANCELLED, notes=entry.told_notes(c))
+            self._sinks[request_id].push(end)
         if entry.finished:
             self._end(request_id, keep=complete)
 
@@ -263,6 +264,8 @@ class GatewaySession:
         """Go on with a request that another session has left. There must have been an `info`."""
         entry = moved.entry
         entry.epoch = self.info.epoch if self.info is not None else 0
+        if entry.noted is not None:
+            entry.noted.restarts += 1
         self._journal.add(entry)
         for choice, way in moved.ways.items():
             self._journal.shorten(entry, choice, way)
@@ -321,8 +324,16 @@ class GatewaySession:
     def _handle_batch(self, batch: OutputBatch) -> None:
         if batch.epoch < self._epoch:
             return  # from an engine that was replaced
-        self._epoch = batch.epoch
+        self._reach(batch.epoch)
         self._intake.take(batch)
+
+    def _reach(self, epoch: int) -> None:
+        """The newest that was heard of: if it is another one, workers or their scheduler were replaced."""
+        if epoch > self._epoch:
+            self._epoch = epoch
+            for entry in self._journal:
+                if entry.noted is not None:
+                    entry.noted.restarts += 1
 
     def flush(self) -> None:
         """Tell the readers what is held back of their tokens: nothing more has come."""
@@ -340,7 +351,7 @@ class GatewaySession:
         if self.info is not None and info.epoch < self.info.epoch:
             return
         self.info = info
-        self._epoch = max(self._epoch, info.epoch)
+        self._reach(info.epoch)
         if not info.ready:
             return
         self.limits = info

@@ -14,7 +14,7 @@ from novainfer.errors import ProtocolError
 from novainfer.protocol.columns import column
 from novainfer.protocol.link import WINDOW, Inbox, Packet
 from novainfer.protocol.merge import merge_outputs
-from novainfer.protocol.messages import EngineInfo, OutputBatch, PromptLogprobs, TokenOutput
+from novainfer.protocol.messages import EngineInfo, Notes, OutputBatch, PromptLogprobs, TokenOutput
 from novainfer.scheduler.batch import PlainTokens
 from novainfer.scheduler.request import Request, Sequence
 
@@ -152,6 +152,7 @@ class _Held:
         self._batches: list[OutputBatch] = []
         self._outputs: dict[tuple[str, int], list[TokenOutput]] = {}
         self._prompt_logprobs: list[PromptLogprobs] = []
+        self._notes: dict[tuple[str, int], Notes] = {}  # the last of each choice
         self._others: list[object] = []
 
     def put(self, message: object) -> None:
@@ -160,6 +161,7 @@ class _Held:
         elif isinstance(message, OutputBatch):
             self._batches.append(message)
             self._prompt_logprobs += message.prompt_logprobs
+            self._notes |= {(notes.request_id, notes.choice): notes for notes in message.notes}
             for output in message.outputs:
                 self._outputs.setdefault((output.request_id, output.choice), []).append(output)
         else:
@@ -171,8 +173,9 @@ class _Held:
         if self._batches:
             outputs = [merge_outputs(parts) for parts in self._outputs.values()]
             *earlier, last = _joined(self._batches)
-            messages += [replace(batch, outputs=[], prompt_logprobs=[]) for batch in earlier]
-            messages.append(replace(last, outputs=outputs, prompt_logprobs=self._prompt_logprobs))
+            messages += [replace(batch, outputs=[], prompt_logprobs=[], notes=[]) for batch in earlier]
+            notes = list(self._notes.values())
+            messages.append(replace(last, outputs=outputs, prompt_logprobs=self._prompt_logprobs, notes=notes))
         if self._info is not None:  # last: its epoch may be newer than the outputs', which would count as stale
             messages.append(self._info)
         return messages

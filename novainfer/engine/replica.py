@@ -30,6 +30,7 @@ from novainfer.protocol.messages import (
     EngineStats,
     Heartbeat,
     Hello,
+    Notes,
     OutputBatch,
     PromptLogprobs,
     ReleaseClaim,
@@ -139,7 +140,7 @@ class Replica:
             if not is_urgent:  # a gateway that hears of many tokens takes the processor, and leaves cold caches behind
                 engine.submit()
         finally:  # whatever becomes of the ranks: to the scheduler these tokens are told
-            self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain)
+            self._publish(outputs.others, outputs.prompt_logprobs, outputs.plain, outputs.notes)
         if is_urgent:
             engine.submit()
 
@@ -323,6 +324,7 @@ class Replica:
         outputs: list[TokenOutput],
         prompt_logprobs: Sequence[PromptLogprobs] = (),
         plain: PlainTokens | None = None,
+        notes: Sequence[Notes] = (),
     ) -> None:
         """One message per gateway, however many tokens."""
         if not outputs and not prompt_logprobs and plain is None:
@@ -351,6 +353,10 @@ class Replica:
             identity = owner(item.request_id)
             if identity is not None:
                 batches[identity].prompt_logprobs.append(item)
+        for noted in notes:
+            identity = owner(noted.request_id)
+            if identity is not None:
+                batches[identity].notes.append(noted)
         for identity, batch in batches.items():
             self._gateways[identity].say(batch)
         for output in outputs:

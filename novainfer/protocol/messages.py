@@ -61,6 +61,7 @@ class AddRequest:
     aliases: list[str] = field(default_factory=list)  # what else its tenant knows it by, at every gateway
     answer: str = ""  # how the gateway writes the answer, for a gateway that takes the request over
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache when it first began; -1: it has not yet
+    explain: bool = False  # it wants `Notes`
     ref: int = -1  # the gateway's number for choice 0, the next ones for the others; -1: its tokens are spelled out
 
     def numbered(self, ref: int) -> AddRequest:
@@ -144,11 +145,36 @@ class Logprobs:
     top_logprobs: list[float] = field(default_factory=list)
 
 
+WAITED_ROWS, WAITED_BLOCKS, WAITED_TOKENS = "rows", "kv_blocks", "tokens"  # for what a choice may wait at the queue
+WAITED_SHARE, WAITED_GRAMMAR = "share", "grammar"
+
+
+@dataclass(slots=True)
+class Notes:
+    """Where the time of one choice went, of a request that asks (`AddRequest.explain`), since its engine has it.
+
+    queue_seconds: from its acceptance until its first step was put together; -1: it had none yet.
+    prefill_steps: with tokens of its prompt, until its first token.   recomputed_tokens: that were lost and came again.
+    waited_for: what it waited for longest before its first step; "": it did not wait.
+    restarts: see `JournalEntry`, which writes it.
+    """
+
+    request_id: str
+    choice: int
+    queue_seconds: float = -1.0
+    prefill_steps: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    waited_for: str = ""
+    restarts: int = 0
+
+
 @dataclass(slots=True)
 class TokenOutput:
     """New tokens of one choice; `index` is the output index of `token_ids[0]`. Terminal if `finish_reason`.
 
     logprobs: those of its last tokens; tokens that a request brought along from another gateway have none.
+    notes: with the end of a choice whose request asked for them.
     """
 
     request_id: str
@@ -160,6 +186,7 @@ class TokenOutput:
     logprobs: list[Logprobs] = field(default_factory=list)
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     error: str | None = None  # text for the finish reasons "error" and "refused"
+    notes: Notes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +205,8 @@ class OutputBatch:
     Choice refs[i] (see `AddRequest.ref`) gets token_ids[i] at output index base + offsets[i]: most tokens, for which
     there is no more to say. The offsets of the same choices are the same in the next step, whose base is one more. Of
     one choice they come before its `outputs`. Choice begun_refs[i] gets its first token with this batch, or one before;
-    begun_cached[i] prompt tokens of its request were found in the prefix cache.
+    begun_cached[i] prompt tokens of its request were found in the prefix cache. notes: of choices that asked for
+    them, where they have changed: a gateway may end one before the scheduler does.
     """
 
     epoch: int
@@ -191,6 +219,7 @@ class OutputBatch:
     begun_refs: list[int] = field(default_factory=list)
     begun_cached: list[int] = field(default_factory=list)
     base: int = 0
+    notes: list[Notes] = field(default_factory=list)
 
     @property
     def has_even_columns(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from novainfer.protocol.messages import WAITED_BLOCKS, WAITED_GRAMMAR, WAITED_ROWS, WAITED_SHARE, WAITED_TOKENS
 from novainfer.scheduler.batch import StepBatch
 from novainfer.scheduler.drafting import MOST_DRAFTS, Drafting
 from novainfer.scheduler.fairness import FairShares
@@ -186,6 +187,7 @@ class StepAssembly:
             sequence.num_pending += 1
             sequence.last_step = step
             if computed < sequence.num_charged_tokens:  # computed before, and lost since
+                sequence.note_computed(computed, computed + 1)
                 paid.append(sequence)
                 sequence.work += 1
             else:
@@ -264,14 +266,22 @@ class StepAssembly:
 
     def _admit(self) -> None:
         """Waiting sequences in order, while there are rows, budget, blocks and room in the plan's message."""
-        passing: dict[str, Sequence] = {}  # tenants whose first sequence cannot start now
+        passing: dict[str, str] = {}  # tenants whose first sequence cannot start now, and why
+        why = self._admit_past(passing)
+        if self._waiting.waits:
+            self._waiting.waits.stop(why, passing)
+
+    def _admit_past(self, passing: dict[str, str]) -> str:
+        """`_admit`, which fills `passing`. Returns what all the others wait for; "" if for nothing."""
         lacking: list[Sequence] = []  # those of them that lack blocks
         while self._rows.num_free and self.batch.num_new_ids < _MAX_NEW_IDS_PER_PLAN:
             sequence = self._waiting.peek(passing)
-            if sequence is None or sequence in self._isolation or self._room_for_all() <= 0:
-                return  # a suspect runs alone, and nobody takes the room it waits for
-            if not self._may_start(sequence):
-                passing[sequence.tenant] = sequence
+            if sequence is None or sequence in self._isolation:
+                return ""  # a suspect runs alone, and nobody takes the room it waits for
+            if self._room_for_all() <= 0:
+                return WAITED_TOKENS
+            if why := self._why_not(sequence):
+                passing[sequence.tenant] = why
             elif self._placement.start(sequence, self.batch):
                 self._waiting.take(sequence)
                 left = len(sequence.token_ids) - sequence.num_computed_tokens
@@ -280,21 +290,26 @@ class StepAssembly:
                     passed.num_passed += 1
             else:
                 lacking.append(sequence)
-                passing[sequence.tenant] = sequence
+                passing[sequence.tenant] = WAITED_BLOCKS
             if any(passed.num_passed >= MAX_PASSED for passed in lacking):
-                return
+                return WAITED_BLOCKS
+        return WAITED_TOKENS if self._rows.num_free else WAITED_ROWS
 
-    def _may_start(self, sequence: Sequence) -> bool:
-        """Whether rows, tokens and grammars allow it.
+    def _why_not(self, sequence: Sequence) -> str:
+        """What it must wait for, of tokens, rows and grammars; "" if it may start.
 
         A preempted sequence may still have tokens in flight: its row is made from known tokens only.
         """
-        if sequence.num_pending or self._chunk_room(sequence.tenant) <= 0:
-            return False
+        if sequence.num_pending:
+            return WAITED_BLOCKS  # it lost them a moment ago, and others of its tenant wait behind it
         tenant = self._shares.of(sequence.tenant)
+        if self._chunk_room(sequence.tenant) <= 0:
+            return WAITED_SHARE
         if self._rows.num_free <= self._shares.rows_kept_free(tenant, self._rows.num_rows):
-            return False
-        return not sequence.params.grammar or self._may_bring(sequence.params.grammar)
+            return WAITED_SHARE
+        if sequence.params.grammar and not self._may_bring(sequence.params.grammar):
+            return WAITED_GRAMMAR
+        return ""
 
     def _may_bring(self, grammar: str) -> bool:
         """Whether rank 0 has it already, for another row, or gets few others with this step."""
@@ -349,7 +364,9 @@ class StepAssembly:
 
     def _add(self, sequence: Sequence, num_tokens: int) -> None:
         """Schedule the sequence's next tokens; its tenant is charged for them as far as they are new."""
+        start = sequence.num_computed_tokens
         samples = self.batch.add(sequence, num_tokens)
+        sequence.note_computed(start, sequence.num_computed_tokens)
         units = max(sequence.num_computed_tokens - sequence.num_charged_tokens, 0) + samples
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, sequence.num_computed_tokens)
         sequence.work += units

@@ -10,7 +10,7 @@ from typing import TypeVar
 from novainfer.errors import EngineError
 from novainfer.kv.prefix_index import IndexChanges
 from novainfer.protocol.columns import Column, column
-from novainfer.protocol.messages import FINISH_ERROR, FINISH_REFUSED, PromptLogprobs, TokenOutput
+from novainfer.protocol.messages import FINISH_ERROR, FINISH_REFUSED, Notes, PromptLogprobs, TokenOutput
 from novainfer.protocol.step import GIVEN_UP, NOT_FOLLOWED, RULED_OUT, NewRow, StepPlan, StepResult
 from novainfer.scheduler.request import Sequence
 
@@ -83,6 +83,7 @@ class StepRecord:
     context: int  # tokens that those it computes attend to: all of its rows
     submitted: float | None  # seconds, on the caller's clock
     begun: list[Sequence]  # whose prompt is whole with it
+    noted: tuple[Sequence, ...] = ()  # whose notes change with it
 
     def single_out(self, members: list[Sequence]) -> None:
         """These leave the cohort: now they are among the others here, too. Nothing else changes a step in flight."""
@@ -144,6 +145,10 @@ class StepRecord:
         # Copied if some will be written: it is the same column as long as nobody comes or goes.
         offsets = self.first_indexes[:] if self.sampled_others else self.first_indexes
         return PlainTokens(sampled, self.sampled_refs, offsets, token_ids, base=self.step)
+
+    def notes(self) -> list[Notes]:
+        """Those that changed, of choices that have not ended: an end tells them itself."""
+        return [notes for s in self.noted if not s.finished and (notes := s.told_notes()) is not None]
 
     def prompt_logprobs(self, result: StepResult) -> list[PromptLogprobs]:
         """Those of requests that have not ended, as their clients get them."""
@@ -207,6 +212,7 @@ class StepOutputs:
     plain: PlainTokens
     others: list[TokenOutput]
     prompt_logprobs: list[PromptLogprobs]
+    notes: list[Notes] = field(default_factory=list)
 
     @property
     def outputs(self) -> list[TokenOutput]:
@@ -346,6 +352,7 @@ class StepBatch:
             context=self.steady_context + sum([s.num_computed_tokens for s in others if not s.joined]),
             submitted=submitted,
             begun=[s for s in self.prompts if s.num_computed_tokens >= s.prompt_len and not s.num_output],
+            noted=tuple([s for s in self.prompts if s.notes is not None]),
         )
 
 

@@ -17,6 +17,7 @@ from novainfer.scheduler.request import Sequence
 # between, to make a suspect, and two more while it runs alone to convict it.
 _OUTSIDE_DEATHS = 2
 _REMEMBERED = 1024  # choices that went without a token since a death
+QUARANTINED = "This request made the engine fail again and again; it was given up (quarantined)."
 
 
 @dataclass(slots=True)

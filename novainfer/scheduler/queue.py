@@ -8,6 +8,7 @@ from itertools import count
 
 from novainfer.scheduler.fairness import FairShares, Tenant
 from novainfer.scheduler.request import Sequence
+from novainfer.scheduler.waits import Waits
 
 _VOID_ENTRIES = 64  # so few are not worth the work
 
@@ -22,6 +23,7 @@ class WaitingQueue:
 
     def __init__(self, shares: FairShares) -> None:
         self._shares = shares
+        self.waits = Waits()
         self._heaps: dict[str, list[_Entry]] = {}  # of tenants that wait, in the order in which they began to
         # The running number keeps two entries of one order apart: sequences themselves have no order.
         self._numbers = count()
@@ -57,6 +59,8 @@ class WaitingQueue:
         self._work += work - self._followers.pop(sequence, 0)
         heapq.heappush(self._heaps.setdefault(sequence.tenant, []), (sequence.order, number, sequence))
         self._shares.of(sequence.tenant).num_waiting += 1
+        if sequence.notes is not None and sequence.notes.queue_seconds < 0:
+            self.waits.watch(sequence)
 
     def peek(self, passing: Collection[str] = ()) -> Sequence | None:
         """Who is next, tenants in `passing` aside; None if nobody waits."""
@@ -88,6 +92,8 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the middle; unknown ones are fine."""
         self._work -= self._followers.pop(sequence, 0)
+        if self.waits:
+            self.waits.leave(sequence)
         member = self._members.pop(sequence, None)
         if member is not None:
             self._work -= member[1]

@@ -8,7 +8,7 @@ from operator import attrgetter
 from novainfer.kv.manager import BlockTable
 from novainfer.kv.prefix_index import root_key
 from novainfer.protocol.columns import Column, column
-from novainfer.protocol.messages import FINISH_LENGTH, FINISH_STOP, AddRequest, Logprobs, TokenOutput
+from novainfer.protocol.messages import FINISH_LENGTH, FINISH_STOP, AddRequest, Logprobs, Notes, TokenOutput
 from novainfer.sampling.params import SamplingParams
 from novainfer.scheduler.drafts import DraftPace
 
@@ -60,6 +60,7 @@ class Sequence:
     begun_at: float = 0.0  # see `timing`; 0: not measured
     first_token_at: float = 0.0
     finished: bool = False
+    notes: Notes | None = None  # None: its client does not want to know
 
     @property
     def num_tokens(self) -> int:
@@ -118,7 +119,23 @@ class Sequence:
             logprobs=logprobs or [],
             num_cached_tokens=max(self.request.num_cached_tokens, 0),
             error=error,
+            notes=None if reason is None else self.told_notes(),
         )
+
+    def told_notes(self) -> Notes | None:
+        """What is noted of it so far, as its client gets it."""
+        return None if self.notes is None else replace(self.notes, preemptions=self.num_preemptions)
+
+    def note_computed(self, start: int, end: int) -> None:
+        """These of its tokens are computed next: note how many were before, here or by who had the request then.
+
+        To be called before they are charged.
+        """
+        if self.notes is not None:
+            emitted = self.request.message.emitted
+            sent = emitted[self.choice] if self.choice < len(emitted) else []
+            known = self.prompt_len + len(sent) - 1 if sent else 0
+            self.notes.recomputed_tokens += max(min(end, max(self.num_charged_tokens, known)) - start, 0)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -217,6 +234,7 @@ def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bo
                 ref=message.ref + choice if message.ref >= 0 else -1,
                 age=(arrival, choice),
                 drafts=DraftPace() if may_draft else None,
+                notes=Notes(message.request_id, choice) if message.explain else None,
             )
         )
     return request

@@ -31,7 +31,7 @@ from novainfer.scheduler.deadlines import Deadlines
 from novainfer.scheduler.drafted import take_drafts
 from novainfer.scheduler.drafting import Drafting
 from novainfer.scheduler.fairness import FairShares
-from novainfer.scheduler.isolation import Isolation
+from novainfer.scheduler.isolation import QUARANTINED, Isolation
 from novainfer.scheduler.load import LoadMeter
 from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
@@ -41,7 +41,6 @@ from novainfer.scheduler.timing import Timing
 from novainfer.scheduler.totals import Totals
 
 _RETRY_AFTER_S = 1.0  # before anything was measured
-_QUARANTINED = "This request made the engine fail again and again; it was given up (quarantined)."
 
 
 class Scheduler:
@@ -161,6 +160,7 @@ class Scheduler:
         """Let the time become `now`, once a turn: end every request whose deadline has passed."""
         self.now = now
         self._load.tick(now, busy=bool(self._in_flight))
+        self.waiting.waits.tick(now)
         outputs = []
         for request in self._deadlines.passed(now, self.requests):
             stage = "it waited in the queue" if request.request_id in self._not_begun else "its tokens were generated"
@@ -210,7 +210,7 @@ class Scheduler:
             request.prompt_computed = False
             for sequence in request.sequences:
                 sequence.lose_workers()
-        return [] if culprit is None else [self._end(culprit, FINISH_ERROR, error=_QUARANTINED)]
+        return [] if culprit is None else [self._end(culprit, FINISH_ERROR, error=QUARANTINED)]
 
     def _as_it_is_now(self, sequence: Sequence) -> Sequence:
         """It, or the same choice of its request, if that was sent again since."""
@@ -308,7 +308,7 @@ class Scheduler:
             if not sequence.finished:
                 others.append(self._end(sequence, reason, error=words))
         self._rows.index(full)
-        return StepOutputs(plain, others, prompt_logprobs)
+        return StepOutputs(plain, others, prompt_logprobs, record.notes() if record.noted else [])
 
     def _take_tokens(
         self, sampled: list[Sequence], record: StepRecord, result: StepResult, bad: Collection[Sequence]
@@ -350,7 +350,7 @@ class Scheduler:
     def _already_ended(self, sequence: Sequence) -> TokenOutput | None:
         """A resumed choice whose last token was emitted, or which was given up, but whose end was lost."""
         if not self._isolation.come(sequence):
-            return self._end(sequence, FINISH_ERROR, error=_QUARANTINED)
+            return self._end(sequence, FINISH_ERROR, error=QUARANTINED)
         reason = sequence.finish_reason()
         return self._end(sequence, reason) if reason else None
 

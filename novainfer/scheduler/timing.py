@@ -1,10 +1,10 @@
-"""Where the time of choices went: waiting, computing the prompt, generating. For metrics; nothing is decided by it."""
+"""Where the time of choices went: waiting, computing the prompt, generating. Nothing is decided by it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from novainfer.protocol.messages import Spread
+from novainfer.protocol.messages import Notes, Spread
 from novainfer.scheduler.request import Sequence
 
 
@@ -23,9 +23,18 @@ class Timing:
     def begin(self, sequences: Iterable[Sequence], now: float | None) -> None:
         """A step with these is submitted, for some the first one. now: None where nobody says."""
         for sequence in sequences:
+            if sequence.notes is not None:
+                self._note(sequence, sequence.notes, now)
             if now is not None and not sequence.begun_at and not sequence.num_output:
                 sequence.begun_at = now
                 self.queue.observe(max(now - sequence.request.accepted_at, 0.0))
+
+    @staticmethod
+    def _note(sequence: Sequence, notes: Notes, now: float | None) -> None:
+        if notes.queue_seconds < 0:
+            notes.queue_seconds = 0.0 if now is None else max(now - sequence.request.accepted_at, 0.0)
+        if not sequence.num_output:
+            notes.prefill_steps += 1
 
     def first_tokens(self, sequences: Iterable[Sequence], now: float) -> None:
         """A step has ended that computed the last token of these prompts."""

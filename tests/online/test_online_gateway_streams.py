@@ -74,7 +74,7 @@ def stream_of(
     record = StreamRecord(
         is_chat=is_chat, response_id=response_id, created=1, model="m", include_usage=True, continuous_usage=False,
         event_ids=True, token_ids=True, logprobs=False, echo=prompt_alone, receipt=False, after_prompt=True,
-        prompt_alone=prompt_alone,
+        prompt_alone=prompt_alone, explain=fields.get("explain", False),
     )  # fmt: skip
     request = AddRequest(
         f"{response_id}-0",
@@ -294,3 +294,16 @@ def test_given_a_chat_that_goes_on_from_its_last_message_when_its_stream_is_fetc
     finally:
         server.close()
     assert '"content":" hello"' in text
+
+
+def test_given_a_stream_that_asks_why_when_fetched_then_it_tells_what_this_gateway_saw(server: Server) -> None:
+    sent = stream_of(explain=True)
+    server.scheduler.leave_behind(sent, num_tokens=3)
+    response = server.fetch(after="2")
+    ids, _, usage = read(response)
+    assert ids == server.tokens(sent)[1:]
+    (told,) = [json.loads(data)["explain"] for _, data in events(iter(response.text.split("\n"))) if "explain" in data]
+    parts = [told[name] for name in ("gateway_ms", "queue_ms", "prefill_ms", "decode_ms")]
+    assert told["total_ms"] == pytest.approx(sum(parts), abs=0.05)
+    assert min(parts) >= 0
+    assert told["generation_tokens"] == usage["completion_tokens"] == LENGTH

@@ -150,7 +150,7 @@ NOT_IN_RESPONSES = (
     "max_new_tokens", "n_predict",
     "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "return_token_ids",
     "return_tokens_as_token_ids", "receipt", "response_format", "reasoning_effort", "echo", "functions",
-    "context_management", "prompt", "previous_response_id", "conversation",
+    "context_management", "prompt", "previous_response_id", "conversation", "explain",
 )  # fmt: skip
 NOWHERE = (
     "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds",
@@ -430,9 +430,8 @@ def _sampling() -> Iterator[Parameter]:
 def _requests() -> Iterator[Parameter]:
     """What only clients send."""
     yield from (Parameter(name, Flag(), HTTP) for name in ("stream", "add_special_tokens", "prefix_cache"))
-    yield from (
-        Parameter(name, Flag(), CHOICES) for name in ("return_token_ids", "return_tokens_as_token_ids", "receipt")
-    )
+    flags_of_choices = ("return_token_ids", "return_tokens_as_token_ids", "receipt", "explain")
+    yield from (Parameter(name, Flag(), CHOICES) for name in flags_of_choices)
     yield Parameter("logprobs", Flag(), (CHAT,))
     parts = ("parallel_tool_calls", "include_reasoning", "separate_reasoning")
     flags = ("add_generation_prompt", "continue_final_message", *parts)
