@@ -113,7 +113,7 @@ def summary_of(told: dict[str, Any]) -> str:
     if pause and name == "decode_ms" and told["longest_gap_ms"] * 2 >= told[name]:
         return f"{pause[0].upper()}{pause[1:]}. In all, {words}."
     if pause:
-        return f"{words}. Beside that, {pause}."
+        return f"{words}. {'Of' if name == 'decode_ms' else 'Beside'} that, {pause}."
     if told[second] >= _SHORTEST_SECOND * total:
         return f"{words}. Another {_spell(told[second])} went into {_cause(second, told)}."
     return f"{words}."
@@ -151,7 +151,7 @@ def _pause(told: dict[str, Any]) -> str:
     if not length or length < least or not (why or told["generation_tokens"] > _FEW_TOKENS):
         return ""
     lost = told["recomputed_tokens"]
-    again = f", and {_count(lost, 'token')} were computed again" if why and lost else ""
+    again = f", with {_count(lost, 'token')} computed again" if why and lost else ""
     return f"one pause between two tokens took {_spell(length)}" + (f", while {why}{again}" if why else "")
 
 

@@ -100,6 +100,12 @@ class JournalEntry:
         self.num_prompt_logprobs += len(entries)
         return replace(output, start=have, entries=entries)
 
+    def sent(self, now: float) -> None:
+        """It goes to an engine that knows nothing of it."""
+        self.was_sent = True
+        if self.noted is not None:
+            self.noted.sent(now - self._accepted_at)
+
     def finish(self, choice: int, reason: str) -> None:
         """End a choice from this side (a stop string, a cancel); its later tokens are ignored."""
         if self.finish_reasons[choice] is None:
@@ -111,16 +117,11 @@ class JournalEntry:
             self.finish(c, FINISH_CANCELLED)
 
     def resume_request(self, *, now: float = 0.0) -> AddRequest:
-        """What makes an engine that knows nothing go on; `finished_choices` must then be cancelled there.
-
-        What one before it has noted is kept apart from here on.
-        """
+        """What makes an engine that knows nothing go on; `finished_choices` must then be cancelled there."""
         deadline = self.request.deadline
         if deadline > 0:
             deadline = max(deadline - (now - self._accepted_at), 1e-3)  # 0 would mean none
         emitted = [list(ids) for ids in self.emitted]
-        if self.noted is not None:
-            self.noted.sent_again(now - self._accepted_at)
         return replace(self.request, emitted=emitted, deadline=deadline, num_cached_tokens=self.num_cached_tokens)
 
     @property

@@ -23,8 +23,8 @@ class Noted:
         """What the engine that has it says of one choice."""
         self._now[notes.choice] = notes
 
-    def sent_again(self, waited: float) -> None:
-        """Another engine, or link, has it from now on, `waited` seconds after it was accepted here."""
+    def sent(self, waited: float) -> None:
+        """Another engine, or the first one, has it from now on, `waited` seconds after it was accepted here."""
         for choice in self._now.keys() | self._before.keys():
             self._before[choice] = self._of(choice)
         self._now.clear()

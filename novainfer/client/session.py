@@ -365,7 +365,7 @@ class GatewaySession:
     def _send_entry(self, entry: JournalEntry, now: float) -> None:
         """A live request as it stands, to an engine that does not know it."""
         self._send(entry.resume_request(now=now) if entry.was_sent else entry.request)
-        entry.was_sent = True
+        entry.sent(now)
         for choice in entry.finished_choices:
             self._send(CancelRequest(entry.request.request_id, choice))
 

@@ -64,8 +64,8 @@ class Gateway:
 
     def lose_scheduler(self, epoch: int, now: float) -> AddRequest:
         """Another one of this epoch is there; the request as it is sent to that."""
-        self.hear(Unlinked(epoch))
-        self._link, self._number = self._link + 1, 0
+        self.session.take(Packet(self._link, 0, Unlinked(epoch)), now)
+        self._link, self._number = self.sent[-1].link, 0
         self.hear(EngineInfo(epoch=epoch, ready=True, vocab_size=9), now)
         request = self.sent[-1].message
         assert isinstance(request, AddRequest)
@@ -137,6 +137,17 @@ def test_given_a_scheduler_that_died_before_the_first_step_when_told_then_the_wa
     gateway.lose_scheduler(2, now=9.0)
     gateway.hear(tokens(0, 5, epoch=2, end=Notes("r", 0, 0.5, 1, waited_for=WAITED_ROWS)))
     assert gateway.notes() == [Notes("r", 0, 9.5, 1, waited_for=WAITED_ROWS, restarts=1)]
+
+
+def test_given_an_engine_that_cannot_be_reached_at_first_when_told_then_the_wait_for_it_counts() -> None:
+    gateway = Gateway(explain=False)
+    gateway.hear(Unlinked(1))
+    gateway.session.submit([AddRequest("s", [1, 2], SamplingParams(seed=1), explain=True)], gateway.stream, 4.0)
+    again = gateway.lose_scheduler(2, now=9.0)
+    assert (again.request_id, again.emitted) == ("s", [])
+    end = TokenOutput("s", 0, 0, [5], FINISH_LENGTH, notes=Notes("s", 0, 0.5, 1))
+    gateway.hear(OutputBatch(2, 1, [end]))
+    assert gateway.notes() == [Notes("s", 0, 5.5, 1, restarts=1)]
 
 
 def test_given_a_request_that_moves_when_another_engine_goes_on_then_that_counts_as_a_restart() -> None:
@@ -312,6 +323,12 @@ def numbers(**values: Any) -> dict[str, Any]:
             "In all, 900 ms of 900 ms went into generating 50 tokens",
         ),
         (
+            {"decode_ms": 900.0, "longest_gap_ms": 100.0, "generation_tokens": 50, "restarts": 2},
+            "900 ms of 900 ms went into generating 50 tokens",
+            "Of that, one pause between two tokens took 100 ms, while the engine or its workers were replaced "
+            "(2 times)",
+        ),
+        (
             {
                 "queue_ms": 900.0,
                 "decode_ms": 500.0,
@@ -321,8 +338,8 @@ def numbers(**values: Any) -> dict[str, Any]:
                 "generation_tokens": 5,
             },
             "900 ms of 1.4 s went into waiting for its first step, behind those that ran",
-            "Beside that, one pause between two tokens took 400 ms, while others had its place (2 preemptions), and 1 "
-            "token were computed again",
+            "Beside that, one pause between two tokens took 400 ms, while others had its place (2 preemptions), with "
+            "1 token computed again",
         ),
         (
             {"prefill_ms": 900.0, "restarts": 1, "prefill_steps": 1},
