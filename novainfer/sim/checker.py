@@ -109,6 +109,7 @@ class Checker:
             "orphans": len(replica._orphans),
             "waiting sequences": len(state.waiting),
             "running sequences": len(state.running),
+            "watched sequences": len(state.waiting.waits._watched),
             "live sequences": state._num_live,
             "steps in flight": state.num_in_flight,
             "suspects": len(isolation._suspects),

@@ -24,6 +24,7 @@ from novainfer.sim.verdicts import Verdicts
 from novainfer.sim.world import Violation, World
 
 _RETRY_SECONDS = 0.2
+_ROUNDING = 1e-6  # seconds, which sums of times are off by
 
 
 class SimClient:
@@ -117,8 +118,22 @@ class SimClient:
         """See `Sink`."""
         if self._has_ended or self._stream is None:
             raise Violation(f"{self._name}: an output came after the last word")
+        if isinstance(item, TokenOutput):
+            self._check_notes(item)
         self._stream.push(item)
         self._read_soon()
+
+    def _check_notes(self, item: TokenOutput) -> None:
+        """They come with each end of a request that asks, and never else."""
+        notes = item.notes
+        if (notes is not None) != (item.finish_reason is not None and self.spec.message.explain):
+            raise Violation(f"{self._name}/{item.choice}: an output has the notes {notes}")
+        if notes is None:
+            return
+        waited = self.world.now - self.spec.arrival
+        counts = notes.prefill_steps, notes.preemptions, notes.recomputed_tokens, notes.restarts
+        if min(counts) < 0 or (notes.queue_seconds != -1 and not 0 <= notes.queue_seconds <= waited + _ROUNDING):
+            raise Violation(f"{self._name}/{item.choice}: {waited} seconds after it was sent its notes are {notes}")
 
     def push_token(self, request_id: str, choice: int, index: int, token_id: int) -> None:
         """See `Sink`."""

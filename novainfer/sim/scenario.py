@@ -168,6 +168,7 @@ def _make_request(rng: Random, i: int, shared: list[int], spread: float, num_gat
         deadline=rng.choice((0.0, 0.0, 0.0, rng.uniform(0.2, 4.0))),
         aliases=[f"alias-{i}"],
         answer="a stream",
+        explain=i % 2 == 1,
     )
     goes, asks = rng.random(), rng.random()
     return RequestSpec(
