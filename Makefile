@@ -48,7 +48,11 @@ build/node/node_modules/openai: | $(STAMP)
 	@if command -v npm >/dev/null; then \
 		npm install --silent --no-audit --no-fund --prefix build/node openai@6 || echo "npm cannot fetch openai"; fi
 
+# A browser for the tests of the chat page, likewise.
 test: setup build/node/node_modules/openai
+	@{ command -v chromium && command -v chromedriver; } >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } \
+		|| echo "no chromium or no chromedriver: some tests will say that they do not run"
 	@$(BIN)/python -m tests.run $(TEST_ARGS)
 
 # The deployment files with the real tools: Helm's engine, Kubernetes schemas, Prometheus, and `ray up` on two hosts made

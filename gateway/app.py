@@ -18,13 +18,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.auth import AuthMiddleware, KeyRing
+from gateway.auth import OPEN_PATHS, PAGE_PATHS, AuthMiddleware, KeyRing
 from gateway.context import ContextMiddleware
 from gateway.errors import to_api_error
 from gateway.limits import QUOTA_HEADERS
 from gateway.openapi import EVENTS, RouteSpec, describe
 from gateway.openapi_schemas import STATE, ModelBounds
-from gateway.routes import chat, completions, health, models, requests, responses, streams, tokenize
+from gateway.routes import chat, completions, health, models, pages, requests, responses, streams, tokenize
 from gateway.routes.endpoint import Call, json_response, route
 from gateway.schemas import (
     ChatRequest,
@@ -120,6 +120,8 @@ def create_app(service: GatewayService, keys: KeyRing) -> ASGIApp:
             service.close()
 
     routes = [route(service, spec.method, spec.path, spec.handler) for spec in ROUTES]
+    if service.config.server.web_ui:
+        routes += [route(service, "GET", path, handler) for path, handler in pages.load().items()]
     layers = _middleware(service, keys)
     app = FastAPI(
         routes=[*routes],
@@ -154,7 +156,8 @@ def _middleware(service: GatewayService, keys: KeyRing) -> list[Middleware]:
                 expose_headers=_EXPOSED,
             )
         )
-    return [*layers, Middleware(AuthMiddleware, keys)]
+    open_paths = OPEN_PATHS | PAGE_PATHS if service.config.server.web_ui else OPEN_PATHS
+    return [*layers, Middleware(AuthMiddleware, keys, open_paths)]
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -18,6 +18,22 @@ from novainfer.config import KeyDigest, ServeConfig
 from novainfer.errors import ConfigError
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
+# The chat page's files, the same for everybody, open with `--web-ui`. Each is named: a prefix would open what is added.
+PAGE_PATHS = frozenset(
+    {
+        "/",
+        "/ui",
+        "/ui/app.js",
+        "/ui/chat.js",
+        "/ui/answer.js",
+        "/ui/api.js",
+        "/ui/settings.js",
+        "/ui/state.js",
+        "/ui/text.js",
+        "/ui/style.css",
+        "/ui/icon.svg",
+    }
+)
 _HEADERS = (b"x-api-key", b"api-key")
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -52,13 +68,14 @@ class KeyRing:
 class AuthMiddleware:
     """Answers 401 to everything that carries no key; tells the tenant to what comes after."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """An application, as of ASGI; no coroutine of its own, which each turn of its task would go through."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
             return self._app(scope, receive, send)
         tenant = self._keys.tenant(scope["headers"])
         if tenant is None:

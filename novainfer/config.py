@@ -185,6 +185,7 @@ class ServerConfig:
         None, "File with one API key a line: 'name:key', then e.g. 'weight=2 max-requests=8' for its share and limits."
     )
     cors_origins: tuple[str, ...] = option((), "Origins allowed to call from a browser; default: none.")
+    web_ui: bool = option(True, "Serve a chat page at /ui, whose files are open without a key.")
     strict_params: bool = option(False, "Refuse request fields that this server does not know.")
     max_body_mib: int = option(8, "Largest request body in MiB.")
     max_live_requests: int = option(2048, "Requests that one gateway holds at once; more get 503.")

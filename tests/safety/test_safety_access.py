@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gateway.app import ROUTES
-from gateway.auth import OPEN_PATHS
+from gateway.auth import OPEN_PATHS, PAGE_PATHS
 from novainfer.text.tokenizer import Tokenizer
 from tests.fakes import write_tokenizer
 from tests.online.gateways import GatewayThread, start_pair
@@ -109,7 +109,7 @@ def closed_paths(gateway: GatewayThread) -> list[str]:
     """The routes that want a key, as a client would write them."""
     app: Any = gateway.server.config.app
     paths = {re.sub(r"{\w+:path}", "a", path) for path in paths_of(app.routes)}
-    return sorted(paths - OPEN_PATHS)
+    return sorted(paths - OPEN_PATHS - PAGE_PATHS)
 
 
 def spellings(path: str) -> list[str]:
@@ -162,11 +162,11 @@ def passes(gateway: GatewayThread, requests: list[bytes]) -> tuple[list[bytes], 
     return let_in, Counter(statuses)
 
 
-def test_given_the_application_when_its_routes_are_walked_then_they_are_those_of_the_table_and_two_are_open(
+def test_given_the_application_when_its_routes_are_walked_then_they_are_known_and_two_and_the_page_are_open(
     locked: GatewayThread,
 ) -> None:
     app: Any = locked.server.config.app
-    assert sorted(paths_of(app.routes)) == sorted({spec.path for spec in ROUTES})
+    assert sorted(paths_of(app.routes)) == sorted({spec.path for spec in ROUTES} | PAGE_PATHS)
     assert {"/livez", "/readyz"} == OPEN_PATHS
     for path in OPEN_PATHS:
         assert ask(locked, spelled(path, HOSTS["plain"])).endswith(OPEN_BODY)
