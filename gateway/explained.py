@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from novainfer.protocol.messages import (
     WAITED_ROWS,
     WAITED_SHARE,
     WAITED_TOKENS,
+    WAITED_WORKERS,
     Notes,
     PromptLogprobs,
     TokenOutput,
@@ -24,6 +26,7 @@ _WAITED = {
     WAITED_TOKENS: "other requests had the tokens of each step (--max-num-batched-tokens)",
     WAITED_SHARE: "its tenant had used its share of the server",
     WAITED_GRAMMAR: "few new grammars begin at once",
+    WAITED_WORKERS: "there were no workers, and others took their place",
 }
 _PARTS = ("gateway_ms", "queue_ms", "prefill_ms", "decode_ms")
 EXPLAINED_TIMES = ("total_ms", *_PARTS, "longest_gap_ms")
@@ -74,7 +77,10 @@ class ExplainedGeneration(Generation):
         first, leader = min(begun, default=(self._ended, 0))  # without a token: what came last
         last = max(self._last) if begun else self._ended
         notes = self._notes.get(leader)
-        queued = 0.0 if notes is None else min(max(notes.queue_seconds, 0.0), max(first - self._handed, 0.0))
+        waited = 0.0 if notes is None else notes.queue_seconds
+        if not begun and (notes is None or waited < 0):  # it ended while it waited, before its engine could say so
+            waited = math.inf
+        queued = min(max(waited, 0.0), max(first - self._handed, 0.0))
         parts = {
             "gateway_ms": _ms(self._handed - self._info.started),
             "queue_ms": _ms(queued),
@@ -89,13 +95,20 @@ class ExplainedGeneration(Generation):
             "prompt_tokens": self.num_prompt_tokens,
             "cached_tokens": sum([prompt.num_cached_tokens or 0 for prompt in self.prompts]),
             "generation_tokens": self.num_generated,
-            "prefill_steps": sum([one.prefill_steps for one in known]),
+            "prefill_steps": self._prefill_steps(),
             "preemptions": sum([one.preemptions for one in known]),
             "recomputed_tokens": sum([one.recomputed_tokens for one in known]),
             "restarts": max([one.restarts for one in known], default=0),
             "waited_for": (notes.waited_for or None) if notes is not None else None,
         }
         return {"summary": summary_of(told), **told}
+
+    def _prefill_steps(self) -> int:
+        """Of all prompts; choices of one have it in common."""
+        most: dict[int, int] = {}
+        for choice, one in self._notes.items():
+            most[choice // self._n] = max(most.get(choice // self._n, 0), one.prefill_steps)
+        return sum(most.values())
 
 
 def explained(generation: Generation) -> dict[str, Any]:
@@ -125,7 +138,7 @@ def _cause(name: str, told: dict[str, Any]) -> str:
         return "reading the request, its template and tokens, before an engine got it"
     if name == "queue_ms":
         reason = _WAITED.get(told["waited_for"] or "")
-        return "waiting for its first step" + (f": {reason}" if reason else ", behind those that ran")
+        return "waiting for its first step" + (f": {reason}" if reason else _replaced(told))
     if name == "prefill_ms":
         fresh = max(told["prompt_tokens"] - told["cached_tokens"], 0)
         counts = f"{_count(fresh, 'token')} in {_count(told['prefill_steps'], 'step')}"
@@ -134,14 +147,19 @@ def _cause(name: str, told: dict[str, Any]) -> str:
 
 
 def _loss(told: dict[str, Any]) -> str:
-    """Why a prompt took longer than its tokens."""
-    if told["restarts"] and told["longest_gap_ms"] * 2 < told["prefill_ms"]:
-        return ", while the engine or its workers were replaced"
-    return ""
+    """What may have made a prompt take longer than its tokens do."""
+    if told["longest_gap_ms"] * 2 >= told["prefill_ms"]:
+        return ""
+    return _replaced(told) or (f", with {_count(told['preemptions'], 'preemption')}" if told["preemptions"] else "")
+
+
+def _replaced(told: dict[str, Any]) -> str:
+    restarts = told["restarts"]
+    return f"; the engine or its workers were replaced meanwhile ({_count(restarts, 'time')})" if restarts else ""
 
 
 def _pause(told: dict[str, Any]) -> str:
-    """The longest pause between two tokens and what it is likely to be of; "" if it is none to speak of."""
+    """The longest pause between two tokens, and what it may be of; "" if it is none to speak of."""
     length, why = told["longest_gap_ms"], ""
     if told["restarts"]:
         why = f"the engine or its workers were replaced ({_count(told['restarts'], 'time')})"
@@ -152,7 +170,9 @@ def _pause(told: dict[str, Any]) -> str:
         return ""
     lost = told["recomputed_tokens"]
     again = f", with {_count(lost, 'token')} computed again" if why and lost else ""
-    return f"one pause between two tokens took {_spell(length)}" + (f", while {why}{again}" if why else "")
+    return f"one pause between two tokens took {_spell(length)}" + (
+        f"; in the request's time {why}{again}" if why else ""
+    )
 
 
 def _count(count: int, what: str) -> str:

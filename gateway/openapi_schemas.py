@@ -42,7 +42,14 @@ from gateway.schemas import (
     TemplateRequest,
     TokenizeRequest,
 )
-from novainfer.protocol.messages import WAITED_BLOCKS, WAITED_GRAMMAR, WAITED_ROWS, WAITED_SHARE, WAITED_TOKENS
+from novainfer.protocol.messages import (
+    WAITED_BLOCKS,
+    WAITED_GRAMMAR,
+    WAITED_ROWS,
+    WAITED_SHARE,
+    WAITED_TOKENS,
+    WAITED_WORKERS,
+)
 from novainfer.sampling.grammars import CHOICE, JSON, LARK, REGEX
 from novainfer.sampling.params import (
     FLOAT_BOUNDS,
@@ -306,7 +313,9 @@ _END: dict[str, Schema] = {
     "stop_reason": {"type": ["integer", "string", "null"]},
 }
 _MS: Schema = {"type": "number", "minimum": 0}
-_WAITED: Schema = {"enum": [WAITED_ROWS, WAITED_BLOCKS, WAITED_TOKENS, WAITED_SHARE, WAITED_GRAMMAR, None]}
+_WAITED: Schema = {
+    "enum": [WAITED_ROWS, WAITED_BLOCKS, WAITED_TOKENS, WAITED_SHARE, WAITED_GRAMMAR, WAITED_WORKERS, None]
+}
 _EXPLAIN = _object(
     summary=_STRING,
     **dict.fromkeys(EXPLAINED_TIMES, _MS),

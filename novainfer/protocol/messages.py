@@ -61,15 +61,15 @@ class AddRequest:
     aliases: list[str] = field(default_factory=list)  # what else its tenant knows it by, at every gateway
     answer: str = ""  # how the gateway writes the answer, for a gateway that takes the request over
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache when it first began; -1: it has not yet
-    explain: bool = False  # it wants `Notes`
     ref: int = -1  # the gateway's number for choice 0, the next ones for the others; -1: its tokens are spelled out
+    explain: bool = False  # it wants `Notes`
 
     def numbered(self, ref: int) -> AddRequest:
         """The same with this number: `replace`, which asks for each field by itself, for what every request needs."""
-        return AddRequest(*(*_unnumbered(self), ref))
+        return AddRequest(*(*_before_ref(self), ref, self.explain))
 
 
-_unnumbered = attrgetter(*[one.name for one in fields(AddRequest)][:-1])  # `ref` is the last field
+_before_ref = attrgetter(*[one.name for one in fields(AddRequest)][:-2])  # all but `ref` and `explain`, the last fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Logprobs:
 
 
 WAITED_ROWS, WAITED_BLOCKS, WAITED_TOKENS = "rows", "kv_blocks", "tokens"  # for what a choice may wait at the queue
-WAITED_SHARE, WAITED_GRAMMAR = "share", "grammar"
+WAITED_SHARE, WAITED_GRAMMAR, WAITED_WORKERS = "share", "grammar", "workers"
 
 
 @dataclass(slots=True)

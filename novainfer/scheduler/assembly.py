@@ -93,6 +93,7 @@ class StepAssembly:
     def schedule_alone(self, suspect: Sequence) -> bool:
         """A step for this sequence and no other; False if it has to wait for rows or blocks like any other."""
         self._rows.cohort.dissolve()
+        self._waiting.waits.stop("", {})
         if suspect.is_running:
             self._add(suspect, min(suspect.num_tokens - suspect.num_computed_tokens, self.batch.budget))
             return True

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Collection, Iterable
 from itertools import count
 
+from novainfer.protocol.messages import WAITED_WORKERS
 from novainfer.scheduler.fairness import FairShares, Tenant
 from novainfer.scheduler.request import Sequence
 from novainfer.scheduler.waits import Waits
@@ -61,6 +62,12 @@ class WaitingQueue:
         self._shares.of(sequence.tenant).num_waiting += 1
         if sequence.notes is not None and sequence.notes.queue_seconds < 0:
             self.waits.watch(sequence)
+
+    def lose_workers(self, sequences: Iterable[Sequence]) -> None:
+        """These come back, as what ran them is gone."""
+        for sequence in sequences:
+            self.push(sequence)
+        self.waits.stop(WAITED_WORKERS, {})
 
     def peek(self, passing: Collection[str] = ()) -> Sequence | None:
         """Who is next, tenants in `passing` aside; None if nobody waits."""

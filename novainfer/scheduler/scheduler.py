@@ -201,8 +201,7 @@ class Scheduler:
         """
         in_flight = [self._as_it_is_now(s) for record in self._in_flight for s in record.sequences]
         culprit = self._isolation.after_death(in_flight, faulted=faulted)
-        for sequence in self._rows.drop_all():
-            self.waiting.push(sequence)
+        self.waiting.lose_workers(self._rows.drop_all())
         self._reset(self._info)
         self._has_workers = False
         self._in_flight.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from novainfer.protocol.messages import WAITED_WORKERS
 from novainfer.scheduler.request import Sequence
 
 _SHORTEST = 1e-6  # seconds; less is what sums of times are off by
@@ -30,8 +31,10 @@ class Waits:
 
     def watch(self, sequence: Sequence) -> None:
         """It waits for its first step from now on."""
-        if not self._watched:  # what was seen last is of long ago
-            self._why, self._passed, self._last = "", {}, None
+        if not self._watched:  # what was seen last is of long ago, but for workers that are not there
+            self._why, self._passed, self._last = self._why if self._why == WAITED_WORKERS else "", {}, None
+            self._for_all.clear()
+            self._of_tenants.clear()
         self._watched[sequence] = self._seconds(sequence.tenant)
 
     def leave(self, sequence: Sequence) -> None:

@@ -160,6 +160,35 @@ def test_given_workers_that_are_lost_when_others_come_then_what_they_compute_aga
     assert (notes.queue_seconds, notes.prefill_steps, notes.preemptions) == (1.0, 1, 0)
 
 
+def test_given_workers_that_are_lost_when_requests_wait_then_they_waited_for_workers_and_not_for_what_was_before() -> (
+    None
+):
+    driver = Clocked(OracleExecutor(max_num_seqs=1))
+    driver.add("a", prompt_of(5), max_tokens=30)
+    driver.step()
+    driver.ask("b", prompt_of(6))
+    driver.step()
+    driver.record(driver.engine.lose_workers(faulted=False))
+    driver.now += 100.0
+    driver.engine.scheduler.expire(driver.now)
+    driver.use(OracleExecutor())
+    driver.run()
+    assert driver.notes("b").waited_for == "workers"
+    assert driver.notes("b").queue_seconds > 100
+
+
+def test_given_no_workers_when_a_request_comes_then_it_waited_for_them() -> None:
+    driver = Clocked(OracleExecutor())
+    driver.record(driver.engine.lose_workers(faulted=False))
+    driver.ask("a", prompt_of(6))
+    for _ in range(2):
+        driver.now += 5.0
+        driver.engine.scheduler.expire(driver.now)
+    driver.use(OracleExecutor())
+    driver.run()
+    assert driver.notes("a").waited_for == "workers"
+
+
 def test_given_a_request_that_goes_on_here_when_told_then_what_was_known_of_it_was_computed_again() -> None:
     driver = Clocked(OracleExecutor())
     whole = Driver(OracleExecutor())

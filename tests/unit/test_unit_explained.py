@@ -226,7 +226,7 @@ def test_given_tokens_of_one_choice_when_explained_then_each_part_of_the_time_is
     clock.come(109.0, 5, end=Notes("r", 0, 2.5, 4, 1, 30, WAITED_BLOCKS, 2))
     told = clock.told()
     summary = told.pop("summary")
-    assert summary.startswith("One pause between two tokens took 3.5 s, while the engine or its workers were replaced")
+    assert summary.startswith("One pause between two tokens took 3.5 s; in the request's time the engine or its")
     assert told == {
         "total_ms": 9000.0,
         "gateway_ms": 1000.0,
@@ -256,7 +256,11 @@ def test_given_two_choices_when_explained_then_times_are_from_the_first_token_of
     told = clock.told()
     assert [told[name] for name in ("queue_ms", "prefill_ms", "decode_ms")] == [1500.0, 500.0, 5000.0]
     assert told["longest_gap_ms"] == 4000.0
-    assert [told[name] for name in ("prefill_steps", "preemptions", "recomputed_tokens")] == [5, 2, 12]
+    assert [told[name] for name in ("prefill_steps", "preemptions", "recomputed_tokens")] == [
+        3,
+        2,
+        12,
+    ]  # steps: the most of one choice
     assert (told["restarts"], told["waited_for"], told["generation_tokens"]) == (1, "rows", 4)
 
 
@@ -278,6 +282,17 @@ def test_given_no_token_when_explained_then_the_time_goes_to_its_end(
     clock.come(105.0, 0, 0, end=Notes("r", 0, 3.0, waited_for=WAITED_ROWS))
     told = clock.told()
     assert [told[name] for name in ("total_ms", "queue_ms", "prefill_ms", "decode_ms")] == [5000.0, 3000.0, 1000.0, 0.0]
+
+
+@pytest.mark.parametrize("notes", [None, Notes("r", 0, waited_for=WAITED_ROWS)])
+def test_given_no_token_and_no_step_when_explained_then_all_of_it_was_waiting(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, notes: Notes | None
+) -> None:
+    clock = Clocked(monkeypatch, tokenizer)
+    clock.come(105.0, 0, 0, end=notes)
+    told = clock.told()
+    assert [told[name] for name in ("total_ms", "queue_ms", "prefill_ms", "decode_ms")] == [5000.0, 4000.0, 0.0, 0.0]
+    assert told["summary"].startswith("4.0 s of 5.0 s went into waiting for its first step")
 
 
 def test_given_a_stream_that_asks_when_its_choice_is_plain_then_it_has_no_short_way(
@@ -311,7 +326,7 @@ def numbers(**values: Any) -> dict[str, Any]:
             "3.0 s of 4.0 s went into waiting for its first step: all rows were taken (--max-num-seqs)",
             "Another 1.0 s went into generating 9 tokens",
         ),
-        ({"queue_ms": 30.0}, "30 ms of 30 ms went into waiting for its first step, behind those that ran", ""),
+        ({"queue_ms": 30.0}, "30 ms of 30 ms went into waiting for its first step", ""),
         (
             {"prefill_ms": 700.0, "decode_ms": 90.0, "prompt_tokens": 5000, "cached_tokens": 96, "prefill_steps": 3},
             "700 ms of 790 ms went into the prompt (4904 tokens in 3 steps; 96 more were cached)",
@@ -319,14 +334,15 @@ def numbers(**values: Any) -> dict[str, Any]:
         ),
         (
             {"decode_ms": 900.0, "longest_gap_ms": 800.0, "generation_tokens": 50, "restarts": 1},
-            "One pause between two tokens took 800 ms, while the engine or its workers were replaced (1 time)",
+            "One pause between two tokens took 800 ms; in the request's time the engine or its workers were replaced "
+            "(1 time)",
             "In all, 900 ms of 900 ms went into generating 50 tokens",
         ),
         (
             {"decode_ms": 900.0, "longest_gap_ms": 100.0, "generation_tokens": 50, "restarts": 2},
             "900 ms of 900 ms went into generating 50 tokens",
-            "Of that, one pause between two tokens took 100 ms, while the engine or its workers were replaced "
-            "(2 times)",
+            "Of that, one pause between two tokens took 100 ms; in the request's time the engine or its workers were "
+            "replaced (2 times)",
         ),
         (
             {
@@ -337,14 +353,25 @@ def numbers(**values: Any) -> dict[str, Any]:
                 "recomputed_tokens": 1,
                 "generation_tokens": 5,
             },
-            "900 ms of 1.4 s went into waiting for its first step, behind those that ran",
-            "Beside that, one pause between two tokens took 400 ms, while others had its place (2 preemptions), with "
-            "1 token computed again",
+            "900 ms of 1.4 s went into waiting for its first step",
+            "Beside that, one pause between two tokens took 400 ms; in the request's time others had its place "
+            "(2 preemptions), with 1 token computed again",
         ),
         (
             {"prefill_ms": 900.0, "restarts": 1, "prefill_steps": 1},
-            "900 ms of 900 ms went into the prompt (0 tokens in 1 step; 0 more were cached), while the engine or its "
-            "workers were replaced",
+            "900 ms of 900 ms went into the prompt (0 tokens in 1 step; 0 more were cached); the engine or its workers "
+            "were replaced meanwhile (1 time)",
+            "",
+        ),
+        (
+            {"prefill_ms": 900.0, "preemptions": 2, "prefill_steps": 3, "prompt_tokens": 17},
+            "900 ms of 900 ms went into the prompt (17 tokens in 3 steps; 0 more were cached), with 2 preemptions",
+            "",
+        ),
+        (
+            {"queue_ms": 900.0, "restarts": 1},
+            "900 ms of 900 ms went into waiting for its first step; the engine or its workers were replaced meanwhile "
+            "(1 time)",
             "",
         ),
         ({"decode_ms": 3.0, "longest_gap_ms": 2.5, "generation_tokens": 3}, "3 ms of 3 ms went into generating 3", ""),
