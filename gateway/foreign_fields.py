@@ -17,30 +17,39 @@ UNSUPPORTED = frozenset({
     "input_ids", "json_schema", "length_penalty", "logits_processors", "logprob_token_ids", "lora", "lora_path",
     "lora_request", "min_completion_tokens", "mirostat", "mirostat_mode", "no_repeat_ngram_size", "num_beams",
     "prompt_embeds", "prompt_token_ids", "regex", "repetition_detection", "return_hidden_states", "return_prompt_text",
-    "return_token_offsets", "samplers", "smoothing_factor", "stop_regex", "structural_tag", "tfs", "tfs_z",
+    "return_token_offsets", "smoothing_factor", "stop_regex", "structural_tag", "tfs", "tfs_z",
     "thinking_token_budget", "top_a", "top_n_sigma", "truncate", "truncate_prompt_tokens", "typical_p",
     "use_beam_search", "watermarking", "xtc_probability",
 })  # fmt: skip
 UNSUPPORTED_PREFIX = "guided_"
-NO_OPS: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,), "function_call": ("none",)}  # and more values
+NO_LIMIT = ("n_predict", -1)
+NO_OPS: dict[str, tuple[Any, ...]] = {  # and more values
+    "suffix": ("",),
+    "best_of": (1,),
+    "function_call": ("none",),
+    NO_LIMIT[0]: NO_LIMIT[1:],
+}
+LORA = "lora"  # llama.cpp's list, of which each has a scale
 ON_WHEN_EMPTY = frozenset({"web_search_options"})
 _ZERO, _ONE = (0.0, 0.0), (1.0, 1.0)
+_NOT_ABOVE_ZERO, _FROM_ONE = (-math.inf, 0.0), (1.0, math.inf)
 # From which number to which one a feature is off.
 NEUTRAL: dict[str, tuple[float, float]] = {
-    "dry_multiplier": _ZERO,
+    "dry_multiplier": _NOT_ABOVE_ZERO,
     "dynatemp_range": _ZERO,
     "length_penalty": _ONE,
     "mirostat": _ZERO,
     "mirostat_mode": _ZERO,
     "no_repeat_ngram_size": _ZERO,
-    "num_beams": _ONE,
+    "num_beams": (0.0, 1.0),
     "smoothing_factor": _ZERO,
-    "tfs": _ONE,
-    "tfs_z": _ONE,
+    "tfs": _FROM_ONE,
+    "tfs_z": _FROM_ONE,
     "top_a": _ZERO,
-    "top_n_sigma": (-math.inf, 0.0),
-    "typical_p": _ONE,
-    "xtc_probability": _ZERO,
+    "top_n_sigma": _NOT_ABOVE_ZERO,
+    "truncate": _NOT_ABOVE_ZERO,
+    "typical_p": _FROM_ONE,
+    "xtc_probability": _NOT_ABOVE_ZERO,
 }
 # Other names of fields, of llama.cpp's, TGI's and SGLang's clients.
 SAME = {
@@ -50,11 +59,13 @@ SAME = {
     "n_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
 }
-NO_LIMIT = ("n_predict", -1)
 # Whether to think, which a template is asked by an argument: Ollama's field, and that of Anthropic's and others.
 KWARGS, _ENABLE = "chat_template_kwargs", "enable_thinking"
 THINK, THINKING = "think", "thinking"
 MODES = {"enabled": True, "disabled": False}
+# What leaves it to the model, and how much: which has no effect.
+LEFT_TO_IT = ("auto", "adaptive")
+LEVELS = ("low", "medium", "high")
 
 
 def rename(present: dict[str, Any], strange: list[str], fields: Set[str]) -> list[str]:
@@ -65,23 +76,26 @@ def rename(present: dict[str, Any], strange: list[str], fields: Set[str]) -> lis
     left = []
     for name in strange:
         if name in SAME and SAME[name] in fields:
-            _put(present, name, SAME[name], is_chat="max_completion_tokens" in fields)
-        elif name in (THINK, THINKING) and KWARGS in fields:
+            _put(present, name, SAME[name])
+        elif name in (THINK, THINKING) and KWARGS in fields and not _is_left_to_it(name, present[name]):
             _put_thinking(present, name)
         else:
             left.append(name)
     return left
 
 
-def _put(present: dict[str, Any], name: str, ours: str, *, is_chat: bool) -> None:
+def _put(present: dict[str, Any], name: str, ours: str) -> None:
     value = present.pop(name)
-    # Only a chat may fill the context where it says nothing of its length.
-    is_unlimited = is_chat and type(value) is int and (name, value) == NO_LIMIT
+    if _is_no_limit(name, value):
+        return
     for other in (ours, "max_completion_tokens") if ours == "max_tokens" else (ours,):
-        if other in present and (is_unlimited or not _is_same(value, present[other])):
+        if other in present and not _is_same(value, present[other]):
             raise _contradicts(name, other)
-    if not is_unlimited:
-        present[ours] = value
+    present[ours] = value
+
+
+def _is_no_limit(name: str, value: object) -> bool:
+    return type(value) is int and (name, value) == NO_LIMIT
 
 
 def _put_thinking(present: dict[str, Any], name: str) -> None:
@@ -93,16 +107,24 @@ def _put_thinking(present: dict[str, Any], name: str) -> None:
     kwargs = present.get(KWARGS, {})
     if not isinstance(kwargs, dict):  # which is refused for that
         return
-    if _ENABLE in kwargs and not _is_same(enable, kwargs[_ENABLE]):
+    if kwargs.get(_ENABLE) is not None and not _is_same(enable, kwargs[_ENABLE]):
         raise _contradicts(name, f"{KWARGS}.{_ENABLE}")
     present[KWARGS] = {**kwargs, _ENABLE: enable}
 
 
-def _mode(value: Any) -> bool | None:
+def _type(value: Any) -> str | None:
     """A budget beside it would be another answer."""
     told = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
     kind = told.get("type")
-    return MODES.get(kind) if isinstance(kind, str) and len(told) == 1 else None
+    return kind if isinstance(kind, str) and len(told) == 1 else None
+
+
+def _mode(value: Any) -> bool | None:
+    return MODES.get(_type(value) or "")
+
+
+def _is_left_to_it(name: str, value: Any) -> bool:
+    return _type(value) in LEFT_TO_IT if name == THINKING else isinstance(value, str) and value in LEVELS
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -118,6 +140,8 @@ def changes_nothing(name: str, present: dict[str, Any]) -> bool:
     value: object = present[name]
     if name == "suffix":
         return value == ""
+    if name == NO_LIMIT[0]:
+        return _is_no_limit(name, value)
     if name == "function_call":
         return value == "none" or (value == "auto" and not present.get("functions"))
     return type(value) is int and value == present.get("n", 1)  # the best n of n
@@ -128,4 +152,12 @@ def is_off(name: str, value: object) -> bool:
     if name in NEUTRAL and isinstance(value, int | float) and not isinstance(value, bool):
         low, high = NEUTRAL[name]
         return low <= value <= high
+    if name in (THINK, THINKING) and (_is_left_to_it(name, value) or _mode(value) is False):
+        return True
+    if name == LORA and isinstance(value, list):
+        return all(isinstance(item, dict) and _is_zero(item.get("scale")) for item in value)
     return value is False or (value in ("", [], {}) and name not in NO_OPS.keys() | ON_WHEN_EMPTY)
+
+
+def _is_zero(scale: object) -> bool:
+    return isinstance(scale, int | float) and not isinstance(scale, bool) and scale == 0

@@ -13,6 +13,9 @@ from gateway.asked_grammar import FORMATS, NAME_PATTERN
 from gateway.explained import EXPLAINED_COUNTS, EXPLAINED_TIMES
 from gateway.foreign_fields import (
     KWARGS,
+    LEFT_TO_IT,
+    LEVELS,
+    LORA,
     MODES,
     NEUTRAL,
     NO_LIMIT,
@@ -110,7 +113,8 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
 def _refuse(schema: Schema, names: frozenset[str]) -> None:
     """Features that do not exist yet may only be switched off, or given nothing to do."""
     about: Schema = {"description": "Not supported yet."}
-    off: Schema = about | {"enum": [False, None, "", [], {}]}
+    switched: Schema = {"enum": [False, "", [], {}]}
+    off: Schema = about | {"enum": [None, *switched["enum"]]}
     schema["properties"] |= dict.fromkeys(sorted(names), off)
     schema["patternProperties"] = {f"^{UNSUPPORTED_PREFIX}": off}
     schema["maxProperties"] = MAX_FIELDS
@@ -118,8 +122,15 @@ def _refuse(schema: Schema, names: frozenset[str]) -> None:
         schema["properties"][name] = about | {"enum": [False, None, *NO_OPS.get(name, ())]}
     for name in names & NEUTRAL.keys():
         low, high = NEUTRAL[name]
-        number: Schema = {"type": "number", "maximum": high} | ({"minimum": low} if low > -math.inf else {})
-        schema["properties"][name] = about | {"anyOf": [number, {"enum": [False, "", [], {}]}, {"type": "null"}]}
+        bounds = {"minimum": low, "maximum": high}
+        number: Schema = {"type": "number"} | {key: bound for key, bound in bounds.items() if math.isfinite(bound)}
+        schema["properties"][name] = about | _or_null({"anyOf": [number, switched]})
+    idle: Schema = {"type": "array", "items": {"required": ["scale"], "properties": {"scale": {"const": 0}}}}
+    idle["items"]["type"] = "object"
+    levels: Schema = {"enum": [*LEVELS]}
+    for name, kind in ((THINK, levels), (THINKING, _thinking("disabled", *LEFT_TO_IT)), (LORA, idle)):
+        if name in names:
+            schema["properties"][name] = about | _or_null({"anyOf": [kind, switched]})
 
 
 def _add_other_names(properties: dict[str, Schema]) -> None:
@@ -128,13 +139,16 @@ def _add_other_names(properties: dict[str, Schema]) -> None:
         if ours in properties:
             same = {key: value for key, value in properties[ours].items() if key != "title"}
             properties[name] = {"description": f"Another name of {ours}.", **same}
-            if name == NO_LIMIT[0] and "max_completion_tokens" in properties:
+            if name == NO_LIMIT[0]:
                 properties[name]["anyOf"] = [*properties[name]["anyOf"], {"const": NO_LIMIT[1]}]
     if KWARGS in properties:
-        mode: Schema = {"type": "object", "required": ["type"], "properties": {"type": {"enum": [*MODES]}}}
-        mode["additionalProperties"] = {"type": "null"}
-        for name, kind in ((THINK, {"type": "boolean"}), (THINKING, mode)):
+        for name, kind in ((THINK, {"enum": [True, False, *LEVELS]}), (THINKING, _thinking(*MODES, *LEFT_TO_IT))):
             properties[name] = {"description": f"An argument of the template: see {KWARGS}.", **_or_null(kind)}
+
+
+def _thinking(*types: str) -> Schema:
+    told: Schema = {"type": "object", "required": ["type"], "properties": {"type": {"enum": [*types]}}}
+    return told | {"additionalProperties": {"type": "null"}}
 
 
 def _or_null(schema: Schema) -> Schema:

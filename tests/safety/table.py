@@ -142,12 +142,13 @@ NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # and what asks for nothing
     "web_search_options": (),
 }
 NOT_IN_TEXT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("think", "thinking"), EMPTY),
+    "think": (*EMPTY, "low", "medium", "high"),
+    "thinking": (*EMPTY, {"type": "disabled"}, {"type": "auto"}, {"type": "adaptive", "budget_tokens": None}),
     "suffix": ("",),
     "best_of": (1,),
 }
 NOT_IN_RESPONSES = (
-    "max_new_tokens", "n_predict",
+    "max_new_tokens",
     "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "return_token_ids",
     "return_tokens_as_token_ids", "receipt", "response_format", "reasoning_effort", "echo", "functions",
     "context_management", "prompt", "previous_response_id", "conversation", "explain",
@@ -157,13 +158,19 @@ NOWHERE = (
     "truncate_prompt_tokens", "use_beam_search", "logprob_token_ids", "repetition_detection", "return_prompt_text",
     "return_token_offsets", "thinking_token_budget", "watermarking", "guided_json", "grammar", "json_schema",
     "regex", "ebnf", "structural_tag", "input_ids", "lora_path", "prompt_token_ids", "adapter_id",
-    "custom_logit_processor", "lora", "lora_request", "return_hidden_states", "samplers", "stop_regex", "truncate",
+    "custom_logit_processor", "lora_request", "return_hidden_states", "stop_regex",
 )  # fmt: skip
-ZEROS, ONES = (*EMPTY, 0, 0.0), (*EMPTY, 1, 1.0)
+ZEROS = (*EMPTY, 0, 0.0)
 NEUTRAL_NUMBERS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "mirostat_mode", "no_repeat_ngram_size"), ZEROS),
-    **dict.fromkeys(("smoothing_factor", "top_a", "xtc_probability"), ZEROS),
-    **dict.fromkeys(("length_penalty", "num_beams", "tfs", "tfs_z", "typical_p"), ONES),
+    **dict.fromkeys(("dynatemp_range", "mirostat", "mirostat_mode", "no_repeat_ngram_size"), ZEROS),
+    **dict.fromkeys(("smoothing_factor", "top_a"), ZEROS),
+    "length_penalty": (*EMPTY, 1, 1.0),
+    "lora": (*EMPTY, [{"id": 0, "scale": 0}, {"scale": 0.0}]),
+}
+NEUTRAL_RANGES = {
+    **dict.fromkeys(("dry_multiplier", "top_n_sigma", "truncate", "xtc_probability"), Number(-math.inf, 0.0)),
+    **dict.fromkeys(("tfs", "tfs_z", "typical_p"), Number(1.0, math.inf)),
+    "num_beams": Number(0.0, 1.0),
 }
 OURS = (
     "messages", "tools", "add_generation_prompt", "chat_template", "bos_token", "eos_token", "raise_exception", "range",
@@ -203,7 +210,7 @@ THINKINGS: tuple[dict[str, Any], ...] = (
 
 
 def is_thinking(value: dict[str, Any]) -> bool:
-    return value in THINKINGS[1:3]
+    return value in THINKINGS[1:4]
 
 
 def is_stream_options(options: dict[str, Any]) -> bool:
@@ -478,7 +485,7 @@ def _requests() -> Iterator[Parameter]:
     yield from (Parameter(name, Nothing(no_ops), (TEXT,)) for name, no_ops in NOT_IN_TEXT.items())
     yield from (Parameter(name, Nothing(EMPTY), HTTP) for name in NOWHERE)
     yield from (Parameter(name, Nothing(no_ops), HTTP) for name, no_ops in NEUTRAL_NUMBERS.items())
-    yield Parameter("top_n_sigma", Either((Nothing(EMPTY), Number(-math.inf, 0.0))), HTTP)
+    yield from (Parameter(name, Either((Nothing(EMPTY), numbers)), HTTP) for name, numbers in NEUTRAL_RANGES.items())
     texts = (MEGABYTE_TEXT, [MEGABYTE_TEXT])
     yield Parameter("prompt", PROMPT, (TEXT,), null=False, required=True, refused=texts)
     messages = ListOf(MESSAGE, PLAIN, 1, 8192)
@@ -497,9 +504,9 @@ def _other_names() -> Iterator[Parameter]:
     text, chat = whole(1, CONTEXT - len(PROMPT_IDS)), whole(1, CONTEXT - CHAT_PROMPT_TOKENS)
     yield Parameter("max_new_tokens", text, (TEXT,), **length)
     yield Parameter("max_new_tokens", chat, (CHAT,), **length)
-    yield Parameter("n_predict", text, (TEXT,), **length)
+    yield Parameter("n_predict", Either((text, whole(-1, -1))), (TEXT,), **length)
     yield Parameter("n_predict", Either((chat, whole(-1, -1))), (CHAT,), **length)
-    yield Parameter("think", Flag(), TALKS)
+    yield Parameter("think", Either((Flag(), Text(words=("low", "medium", "high")))), TALKS)
     yield Parameter("thinking", Object(THINKINGS, is_thinking), TALKS)
 
 
@@ -543,6 +550,7 @@ def _responses() -> Iterator[Parameter]:
     yield Parameter("background", Nothing(), (RESPONSES,))
     yield from (Parameter(name, Nothing(EMPTY), (RESPONSES,)) for name in NOT_IN_RESPONSES)
     yield Parameter("function_call", Nothing(("none", "auto")), (RESPONSES,))
+    yield Parameter("n_predict", Nothing((-1,)), (RESPONSES,))
 
 
 ROWS = (*_sampling(), *_requests(), *_other_names(), *_messages(), *_responses())

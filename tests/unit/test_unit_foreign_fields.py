@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ NOTHING: dict[str, Any] = {
     "mirostat_tau": 5, "mirostat_eta": 0.1, "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2,
     "dry_sequence_breakers": ["\n"], "xtc_probability": 0, "xtc_threshold": 0.1, "top_n_sigma": -1,
     "dynatemp_range": 0, "smoothing_factor": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "length_penalty": 1.0,
-    "samplers": [], "custom_logit_processor": None, "lora": [], "adapter_id": "", "lora_request": None,
+    "samplers": ["top_k"], "custom_logit_processor": None, "lora": [], "adapter_id": "", "lora_request": None,
     "return_hidden_states": False, "stop_regex": None, "truncate": None, "use_beam_search": False, "grammar": "",
 }  # fmt: skip
 
@@ -53,12 +54,17 @@ def test_given_another_name_of_a_field_of_choices_when_parsed_then_it_is_that(
         assert getattr(parse(kind, base | fields, strict_params=True)[0], name) == value
 
 
-def test_given_no_limit_when_parsed_then_a_chat_has_none_and_a_text_needs_one() -> None:
-    assert parse(ChatRequest, CHAT | {"n_predict": -1}, strict_params=True)[0].max_tokens is None
-    assert parse(CompletionRequest, TEXT | {"n_predict": -1}, strict_params=True)[0].max_tokens == -1  # refused later
-    for fields in ({"max_tokens": 5}, {"max_tokens": -1}, {"max_completion_tokens": 5}):
-        with pytest.raises(InvalidRequestError, match="n_predict is another name of max_"):
-            parse(ChatRequest, CHAT | fields | {"n_predict": -1}, strict_params=False)
+def test_given_no_limit_when_parsed_then_it_says_nothing_wherever_it_stands() -> None:
+    for kind, base in ((ChatRequest, CHAT), (CompletionRequest, TEXT)):
+        for most in (None, 5):
+            request, ignored = parse(kind, base | {"max_tokens": most, "n_predict": -1}, strict_params=True)
+            assert (request.max_tokens, ignored) == (most, [])
+    request, _ = parse(ChatRequest, CHAT | {"max_completion_tokens": 5, "n_predict": -1}, strict_params=True)
+    assert (request.max_completion_tokens, request.max_tokens) == (5, None)
+    assert parse(ResponseRequest, INPUT | {"n_predict": -1}, strict_params=True)[1] == []
+    for length in (-2, -1.0, 5):
+        with pytest.raises(InvalidRequestError, match="n_predict is not supported yet"):
+            parse(ResponseRequest, INPUT | {"n_predict": length}, strict_params=False)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +108,7 @@ def test_given_two_names_when_they_say_two_things_then_it_is_refused(
         ({"thinking": {"type": "disabled", "budget_tokens": None}}, False),
         ({"thinking": {"type": "disabled"}, "think": False}, False),
         ({"think": False, "chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"think": True, "chat_template_kwargs": {"enable_thinking": None}}, True),
     ],
 )
 def test_given_a_word_about_thinking_when_parsed_then_it_is_an_argument_of_the_template(
@@ -119,11 +126,11 @@ def test_given_a_word_about_thinking_when_parsed_then_it_is_an_argument_of_the_t
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"think": "high"}, "think"),
+        ({"think": "hugely"}, "think"),
         ({"think": 1}, "think"),
         ({"thinking": True}, "thinking"),
         ({"thinking": {}}, "thinking"),
-        ({"thinking": {"type": "adaptive"}}, "thinking"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 5}}, "thinking"),
         ({"thinking": {"type": ["enabled"]}}, "thinking"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"think": True, "chat_template_kwargs": 5}, "chat_template_kwargs"),
@@ -137,6 +144,52 @@ def test_given_a_word_about_thinking_that_cannot_be_followed_when_parsed_then_it
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"think": level} for level in ("low", "medium", "high")),
+        *({"thinking": {"type": kind, "budget_tokens": None}} for kind in ("auto", "adaptive")),
+    ],
+)
+def test_given_thinking_that_is_left_to_the_model_when_parsed_then_it_is_named_as_ignored(
+    fields: dict[str, Any],
+) -> None:
+    for kind, base in ((ChatRequest, CHAT), (CompletionRequest, TEXT), (ResponseRequest, INPUT)):
+        request, ignored = parse(kind, base | fields, strict_params=False)
+        assert (getattr(request, "chat_template_kwargs", {}), ignored) == ({}, [*fields])
+
+
+def test_given_a_text_completion_when_thinking_is_spoken_of_then_it_may_be_off_alone() -> None:
+    for fields in ({"think": False}, {"thinking": {"type": "disabled"}}):
+        assert parse(CompletionRequest, TEXT | fields, strict_params=False)[1] == [*fields]
+    for fields in ({"think": True}, {"thinking": {"type": "enabled"}}, {"thinking": {"type": "auto", "x": 1}}):
+        with pytest.raises(InvalidRequestError, match="is not supported yet"):
+            parse(CompletionRequest, TEXT | fields, strict_params=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "on"),
+    [
+        ("typical_p", (1, 1.5, 1e9), 0.99),
+        ("tfs", (1, 2), 0.5),
+        ("dry_multiplier", (-1, 0.0), 0.1),
+        ("num_beams", (0, 1), 2),
+        ("truncate", (-1, 0), 1),
+        ("xtc_probability", (-0.5, 0), 0.1),
+        ("lora", ([{"id": 0, "scale": 0.0}, {"scale": 0}],), [{"scale": 0}, {"scale": 0.5}]),
+        ("lora", ([],), [{"scale": False}]),
+        ("lora", ([],), [{"id": 0}]),
+    ],
+)
+def test_given_a_switch_of_others_when_it_is_off_then_it_is_named_and_refused_otherwise(
+    name: str, off: tuple[Any, ...], on: object
+) -> None:
+    for value in off:
+        assert parse(ChatRequest, CHAT | {name: value}, strict_params=False)[1] == [name]
+    with pytest.raises(InvalidRequestError, match=f"^{name} is not supported yet"):
+        parse(ChatRequest, CHAT | {name: on}, strict_params=False)
+
+
 def test_given_fields_of_others_with_neutral_values_when_parsed_then_they_are_named_alone() -> None:
     sent = [name for name, value in NOTHING.items() if value is not None]
     for kind, base in ((ChatRequest, CHAT), (CompletionRequest, TEXT), (ResponseRequest, INPUT)):
@@ -146,12 +199,12 @@ def test_given_fields_of_others_with_neutral_values_when_parsed_then_they_are_na
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_given_a_feature_of_others_when_it_asks_for_something_then_it_is_refused(name: str) -> None:
     """Also where a number is its switch."""
-    low, high = NEUTRAL.get(name, (0.0, 0.0))
-    neutral: list[Any] = [high, *([low] if name in NEUTRAL else [])]
-    for value in (True, "x", ["x"], {"x": 1}, high + 0.5, 2, *(neutral if name not in NEUTRAL else ())):
+    low, high = NEUTRAL.get(name, (math.inf, -math.inf))
+    bounds = [bound for bound in (low, high) if math.isfinite(bound)]
+    for value in (True, "x", ["x"], {"x": 1}, *(number for number in (-1, 0, 0.5, 1, 2) if not low <= number <= high)):
         with pytest.raises(InvalidRequestError, match=f"^{name} is not supported yet"):
             parse(ChatRequest, CHAT | {name: value}, strict_params=False)
-    for value in (False, "", [], {}, *(neutral if name in NEUTRAL else ())):
+    for value in (False, "", [], {}, *bounds):
         assert parse(ChatRequest, CHAT | {name: value}, strict_params=False)[1] == [name]
 
 
