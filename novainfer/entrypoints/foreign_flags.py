@@ -6,6 +6,13 @@ most alike would often be a wrong hint.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+
+log = logging.getLogger(__name__)
+
+_LORA = "there are no LoRA adapters: merge one into its checkpoint, and serve that"
+_EXPERTS = "experts are split as all layers are, with --tensor-parallel-size"
 _LOGGED = "requests are logged with --log-requests alone"
 # Accepted, and why they change nothing.
 WITHOUT_EFFECT = {
@@ -15,9 +22,10 @@ WITHOUT_EFFECT = {
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--enable-prompt-tokens-details": "usage always has the cached tokens",
     "--jinja": "chats always go through the model's template",
+    "--no-enable-expert-parallel": _EXPERTS,
     "--no-enable-log-requests": _LOGGED,
+    "--no-enable-lora": _LORA,
 }
-_LORA = "there are no LoRA adapters: merge one into its checkpoint, and serve that"
 _DATA = "several engines behind one port are --replicas"
 _LAYERS = "layers are not shared out among ranks: --tensor-parallel-size splits each of them"
 _LENGTH = "the name of this is --max-model-len"
@@ -35,7 +43,7 @@ ABSENT = {
     "--data-parallel-size": _DATA,
     "-dp": _DATA,
     "--distributed-executor-backend": "workers are always Ray's",
-    "--enable-expert-parallel": "experts are split as all layers are, with --tensor-parallel-size",
+    "--enable-expert-parallel": _EXPERTS,
     "--enable-log-requests": "the name of this is --log-requests",
     "--enable-lora": _LORA,
     "--enable-reasoning": "see --reasoning-parser, which is on by default where the model thinks",
@@ -62,4 +70,18 @@ ABSENT = {
 
 def why_refused(flag: str) -> str | None:
     """What to say of a flag of others that is not taken, or stands where only options do; None: it is unknown."""
-    return ABSENT.get(flag) or WITHOUT_EFFECT.get(flag)
+    known = ABSENT | WITHOUT_EFFECT
+    return known.get(flag) or (known.get(f"--{flag[5:]}") if flag.startswith("--no-") else None)
+
+
+def flag_without_effect(name: str, value: object) -> str | None:
+    """The flag of others that an option with that value stands for, where it changes nothing; else None."""
+    flag = name.replace("_", "-")
+    said = f"--{flag}" if value is True else f"--no-{flag}" if value is False else ""
+    return said if said in WITHOUT_EFFECT else None
+
+
+def log_without_effect(flags: Iterable[str]) -> None:
+    """Say in the log why these flags of others change nothing."""
+    for flag in flags:
+        log.info("%s has no effect: %s", flag, WITHOUT_EFFECT[flag])

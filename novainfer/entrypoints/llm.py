@@ -19,7 +19,7 @@ from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, des
 from novainfer.config import DEMO_MODEL, ServeConfig, check
 from novainfer.engine.core import EngineCore
 from novainfer.entrypoints.chats import ChatPrompts, Manner, check_conversations
-from novainfer.entrypoints.foreign_flags import why_refused
+from novainfer.entrypoints.foreign_flags import flag_without_effect, log_without_effect, why_refused
 from novainfer.entrypoints.options import OPTIONS, build_config, parse_yaml_value
 from novainfer.errors import ConfigError, InvalidRequestError
 from novainfer.executor.base import OwnExecutor
@@ -332,6 +332,9 @@ def config_from_options(options: dict[str, Any]) -> ServeConfig:
     """A `ServeConfig` from flat field names; an unknown one is a `ConfigError` that names the nearest."""
     values: dict[str, Any] = {}
     for name, value in options.items():
+        if (flag := flag_without_effect(name, value)) is not None:
+            log_without_effect([flag])
+            continue
         if name not in OPTIONS:
             near = get_close_matches(name, OPTIONS, n=1)
             why = why_refused("--" + name.replace("_", "-"))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from novainfer.config import COMPONENTS, ServeConfig
-from novainfer.entrypoints.foreign_flags import WITHOUT_EFFECT, why_refused
+from novainfer.entrypoints.foreign_flags import WITHOUT_EFFECT, flag_without_effect, why_refused
 from novainfer.entrypoints.presets import PRESETS
 from novainfer.errors import ConfigError
 
@@ -30,6 +30,7 @@ PLACE_VARIABLES = frozenset({"NOVAINFER_CACHE_DIR", "NOVAINFER_CPU_ISA", "NOVAIN
 OTHER_VARIABLES = ("NOVAINFER_BASE_URL", "NOVAINFER_PEERS", *sorted(PLACE_VARIABLES), "NOVAINFER_SUPERVISOR_PID")
 MASK = "****"
 
+_TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 # A Kubernetes Service called "novainfer..." puts such variables into every pod of its namespace.
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
@@ -61,10 +62,14 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The configuration, and for each option where its value came from (in words)."""
+    """The configuration, and for each option where its value came from (in words).
+
+    without_effect: the flags of others that were given, or that options of a file stand for, and that change nothing.
+    """
 
     config: ServeConfig
     origins: dict[str, str]
+    without_effect: tuple[str, ...] = ()
 
 
 def _describe(component: str, cls: type) -> list[Option]:
@@ -102,7 +107,7 @@ def parse_text(option: Option, text: str) -> Any:
 
 def _scalar(option: Option, text: str) -> Any:
     if option.kind is bool:
-        value = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}.get(text.lower())
+        value = _TRUTHS.get(text.lower())
         if value is None:
             raise ConfigError(f"{option.flag} is true or false, not '{text}'")
         return value
@@ -177,7 +182,8 @@ def _dashed(argument: str) -> str:
     if not argument.startswith("--"):
         return argument
     flag, equals, value = argument.partition("=")
-    return flag.replace("_", "-") + equals + value
+    flag = flag.replace("_", "-")
+    return flag if flag in WITHOUT_EFFECT and _TRUTHS.get(value.lower()) else flag + equals + value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,7 +241,7 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolv
     flags = _from_flags(arguments)
     variables = from_environment(environ)
     path = arguments.config or environ.get(CONFIG_VARIABLE)
-    file_values, file_preset = from_yaml(Path(path)) if path else ({}, None)
+    file_values, file_preset, without_effect = from_yaml(Path(path)) if path else ({}, None, ())
     preset = arguments.preset or environ.get(PRESET_VARIABLE) or file_preset
     layers: list[tuple[str, dict[str, Any]]] = [
         ("flag", flags),
@@ -251,7 +257,7 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolv
         )
         if origins[name] == "variable":
             origins[name] = option.variable
-    return Resolved(build_config(values), origins)
+    return Resolved(build_config(values), origins, (*arguments.without_effect, *without_effect))
 
 
 def build_config(values: Mapping[str, Any]) -> ServeConfig:
@@ -299,8 +305,8 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def from_yaml(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Values of a YAML file by option name, and the preset that it names."""
+def from_yaml(path: Path) -> tuple[dict[str, Any], str | None, tuple[str, ...]]:
+    """Values of a YAML file by option name, the preset that it names, and others' flags that change nothing."""
     import yaml  # only needed here, and slow to import
 
     try:
@@ -309,15 +315,18 @@ def from_yaml(path: Path) -> tuple[dict[str, Any], str | None]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     if node is None or data is None:
-        return {}, None
+        return {}, None, ()
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold 'option: value' lines")
     preset: str | None = None
     values: dict[str, Any] = {}
+    without_effect: list[str] = []
     for key in (entry[0].value for entry in node.value):
         name = key.replace("-", "_")
         if name == "preset":
             preset = str(data[key])
+        elif (flag := flag_without_effect(name, data.get(key))) is not None:
+            without_effect.append(flag)
         elif name not in OPTIONS:
             why = why_refused("--" + name.replace("_", "-"))
             hint = _nearest(name, OPTIONS, dashes=True) if why is None else f": {why}"
@@ -326,7 +335,7 @@ def from_yaml(path: Path) -> tuple[dict[str, Any], str | None]:
             raise ConfigError(f"{path}: '{key}' is given twice")
         else:
             values[name] = _yaml_value(path, OPTIONS[name], data[key])
-    return values, preset
+    return values, preset, tuple(without_effect)
 
 
 def _yaml_value(path: Path, option: Option, value: Any) -> Any:

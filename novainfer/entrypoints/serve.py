@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import logging
 import os
 import shutil
 import socket
@@ -21,7 +20,7 @@ import setproctitle
 
 from novainfer.checkpoint import check_model, check_split, resolve_checkpoint
 from novainfer.config import ServeConfig, check
-from novainfer.entrypoints.foreign_flags import WITHOUT_EFFECT
+from novainfer.entrypoints.foreign_flags import log_without_effect
 from novainfer.entrypoints.keys import seal_keys
 from novainfer.entrypoints.options import render, resolve
 from novainfer.errors import ConfigError
@@ -32,8 +31,6 @@ from novainfer.transport.cluster import cluster_links
 from novainfer.transport.replicas import REPLICA_DIR, remove_ray_files
 from workers.kept_config import tell_zygote
 from workers.weight_ahead import read_ahead
-
-log = logging.getLogger(__name__)
 
 LOCK = "lock"  # in a run directory; held while a server runs there
 TEMPORARY = b"temporary\n"  # written into the lock once it is held, if the directory is ours from the start
@@ -48,13 +45,13 @@ def serve_command(arguments: argparse.Namespace) -> int:
         return 0
     # Ray and the workers inherit this environment; keys are none of their business.
     os.environ.pop("NOVAINFER_API_KEY", None)
-    return serve(resolved.config, arguments.without_effect)
+    return serve(resolved.config, resolved.without_effect)
 
 
 def serve(config: ServeConfig, without_effect: Sequence[str] = ()) -> int:
     """Serve until SIGTERM or SIGINT; 0 after an orderly end. Raises `ConfigError` before anything starts.
 
-    without_effect: flags of other servers that were given.
+    without_effect: flags and options of other servers that were given.
     """
     check(config)
     _check_traces(config.server.otlp_traces_endpoint)
@@ -67,8 +64,7 @@ def serve(config: ServeConfig, without_effect: Sequence[str] = ()) -> int:
         read_ahead(folder, config, range(config.parallel.tensor_parallel_size))
     text = folder if model.tokenizer is None else resolve_checkpoint(model.tokenizer, revision=model.revision)
     configure("supervisor", config.server)
-    for flag in without_effect:
-        log.info("%s has no effect: %s", flag, WITHOUT_EFFECT[flag])
+    log_without_effect(without_effect)
     check_text_files(text, model.chat_template)
     with held_port(config) as config:
         return _serve(seal_keys(config))

@@ -14,6 +14,7 @@ import pytest
 from novainfer.config import COMPONENTS, ServeConfig, ServerConfig, check
 from novainfer.entrypoints.cli import main
 from novainfer.entrypoints.foreign_flags import ABSENT, WITHOUT_EFFECT
+from novainfer.entrypoints.llm import config_from_options
 from novainfer.entrypoints.options import (
     OPTIONS,
     Parser,
@@ -112,8 +113,9 @@ def test_yaml_types_when_right_then_they_are_taken(tmp_path: Path) -> None:
     ("yaml", "words"),
     [
         ("enable-lora: true", "unknown option 'enable-lora': there are no LoRA adapters"),
-        ("enable_auto_tool_choice: true", "unknown option 'enable_auto_tool_choice': calls are told"),
+        ("enable_auto_tool_choice: false", "unknown option 'enable_auto_tool_choice': calls are told"),
         ("max-num-sequences: 3", "unknown option 'max-num-sequences'; did you mean max-num-seqs?"),
+        ("1: 2", "unknown option '1'"),
         ("port: '80'", "port needs a whole number, not '80'"),
         ("port: true", "port needs a whole number, not True"),
         ("port: null", "port needs a whole number, not None"),
@@ -135,7 +137,7 @@ def test_a_wrong_yaml_file_when_read_then_the_error_says_what_is_wrong(tmp_path:
 
 def test_an_empty_or_missing_yaml_file_when_read_then_only_the_missing_one_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing\n")
-    assert from_yaml(tmp_path / "empty.yaml") == ({}, None)
+    assert from_yaml(tmp_path / "empty.yaml") == ({}, None, ())
     with pytest.raises(ConfigError, match="cannot read"):
         from_yaml(tmp_path / "missing.yaml")
 
@@ -176,6 +178,9 @@ def test_a_kubernetes_service_called_novainfer_when_its_variables_are_there_then
         (("--max-num-seq", "3"), "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
         (("--enable-lora",), "unknown argument --enable-lora: there are no LoRA adapters: merge one"),
         (("--max_loras=3",), "unknown argument --max-loras=3: there are no LoRA adapters: merge one"),
+        (("--no-jinja",), "unknown argument --no-jinja: chats always go through"),
+        (("--no-enable-reasoning",), "unknown argument --no-enable-reasoning: see --reasoning-parser"),
+        (("--jinja=false",), "--jinja: ignored explicit argument 'false'"),
         (("-pp", "2"), "unknown argument -pp: layers are not shared out"),
         (("--enable-auto-tool-choise",), "unknown argument --enable-auto-tool-choise; did you mean --enable-prefix-c"),
         (("--port", "x"), "--port needs a whole number, not 'x'"),
@@ -200,6 +205,31 @@ def test_flags_of_others_that_change_nothing_when_given_then_they_are_taken_and_
     flags = {flag for option in OPTIONS.values() for flag in (option.flag, f"--no{option.flag[1:]}")}
     assert not flags & (WITHOUT_EFFECT.keys() | ABSENT.keys())
     assert not WITHOUT_EFFECT.keys() & ABSENT.keys()
+
+
+def test_a_flag_of_others_with_true_when_given_then_it_is_that_without_the_value() -> None:
+    arguments = parse("--enable-auto-tool-choice=true", "--enable_chunked_prefill=True", "demo", "--no-enable-lora")
+    given = ["--enable-auto-tool-choice", "--enable-chunked-prefill", "--no-enable-lora"]
+    assert (arguments.without_effect, arguments.model_argument) == (given, "demo")
+
+
+def test_options_of_others_that_change_nothing_when_in_a_file_then_they_are_taken_and_named(tmp_path: Path) -> None:
+    yaml = "enable_chunked_prefill: true\nenable-lora: false\nenable-log-requests: false\nport: 1\n"
+    result = resolved("--jinja", yaml=yaml, folder=tmp_path)
+    flags = ("--jinja", "--enable-chunked-prefill", "--no-enable-lora", "--no-enable-log-requests")
+    assert (result.without_effect, result.config.server.port) == (flags, 1)
+
+
+def test_options_of_others_that_change_nothing_when_given_to_an_llm_then_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    config = config_from_options({"enable_chunked_prefill": True, "enable_lora": False, "max_model_len": 5})
+    assert config.model.max_model_len == 5
+    flags = ["--enable-chunked-prefill", "--no-enable-lora"]
+    assert caplog.messages == [f"{flag} has no effect: {WITHOUT_EFFECT[flag]}" for flag in flags]
+    with pytest.raises(ConfigError, match="unknown option 'enable_chunked_prefill': prompts are always"):
+        config_from_options({"enable_chunked_prefill": False})
 
 
 def test_a_flag_of_others_when_given_to_a_client_then_there_is_no_word_of_the_servers(
