@@ -15,7 +15,8 @@ INLINE bool tiled_linear(const LinearArguments&, const T*, long, void*, long, lo
 #if defined(NOVA_TILES)
 
 constexpr long kPairRows = 2 * kTileSide;    // rows of a full block: two tiles
-constexpr long kBlockDepth = 256;            // of a block's rows and panels, which then fit the first cache
+constexpr long kBlockDepth = 256;            // of a block's rows and widened panels, which then fit the first cache
+constexpr long kSweepDepth = 1024;           // of a block's rows and plain panels: deeper than the first cache, but sums come and go less often
 constexpr long kPassedBytes = 1L << 20;      // of a layer's weights, which then wash its results out of the second cache
 constexpr long kPassNumbers = 3L << 18;      // of rows that pass by a quantised panel, so that they stay in the second cache
 constexpr long kPassRows = 512;              // that pass by a panel
@@ -154,17 +155,17 @@ NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep>& p
     Ask ahead = aside;
     const char* x = from.x;
     for (long at = 0, end = runs * run; at < end; at += run, x += from.run) {
-        tile_load<6>(columns.at[0] + at, kStep);
+        tile_load<6>(columns.at[0] + at, kStep);  // all of them first: tiles that wait for each other hold up loads, too
         tile_load<4>(x, from.row);
+        if constexpr (P > 1) tile_load<7>(columns.at[P - 1] + at, kStep);
+        if constexpr (R > 1) tile_load<5>(x + from.tile, from.row);
         Product::template multiply<0, 4, 6>();
         ahead.template ask<R * P>(0, columns.at, at);
         if constexpr (P > 1) {
-            tile_load<7>(columns.at[P - 1] + at, kStep);
             Product::template multiply<1, 4, 7>();
             ahead.template ask<R * P>(1, columns.at, at);
         }
         if constexpr (R > 1) {
-            tile_load<5>(x + from.tile, from.row);
             Product::template multiply<2, 5, 6>();
             ahead.template ask<R * P>(P, columns.at, at);
         }
@@ -298,8 +299,8 @@ struct TiledLinear {
     void sweep_blocks(long panel, const Stretch& k, const char* next, float* sums, TileRegisters& registers, const WriteBehind& behind) const {
         const long panel_lines = k.runs() * kTileSide, lines = next == nullptr ? 0 : ceil_div(P * kTileSide, ceil_div(num_rows, kPairRows));
         long asked = 0;  // of the next pair's lines
-        for (long at = k.begin; at < k.end; at += kBlockDepth) {
-            const long runs = smaller(kBlockDepth, k.end - at) / kRunDepth;
+        for (long at = k.begin; at < k.end; at += kSweepDepth) {
+            const long runs = smaller(kSweepDepth, k.end - at) / kRunDepth;
             for (long row = 0; row < num_rows; row += kPairRows, asked += runs * lines) {
                 const AskNext ask{behind, next + asked / panel_lines * panel_bytes() + asked % panel_lines * kRowBytes, lines};
                 multiply_rows<Bf16Product>(registers, rows.from(row, at / kRunDepth), smaller(kPairRows, num_rows - row), panels_at<P>(panel, at), runs,
