@@ -112,6 +112,14 @@ struct TopBounds {
         note(first_row + row, panels[0] / 2, rough, count);
     }
 
+    // The same of a pair's sums [count][2][16], as TileOutput has it.
+    template <int P>
+    INLINE void write_now(long row, long panel, const float* sums, long count) const {
+        if (P != 2) abort();
+        note(first_row + row, panel / 2, sums, count);
+    }
+    INLINE void finish() const {}
+
     // rough: [count][32].
     NOINLINE void note(long row, long pair, const float* rough, long count) const {
         const long id = pair * kPairColumns, num_pairs = args.rough.layer.n / kPairColumns;
@@ -128,13 +136,16 @@ struct TopBounds {
 
 // The bounds of many rows from their products as these are made, which are written nowhere. False where there is no kernel for that.
 INLINE bool tops_of_products(const QuantizedArguments& rough, const RoundedRows<RoundedPanel>& rows, const TopBounds& tops, long threads) {
-#if defined(__AVX512VNNI__) && !defined(NOVA_TILES)
-    if (tops.num_rows <= kBlockRows || tops.num_rows > kTileRows) return false;  // one tile of as many as `run_many` wants
+#if defined(__AVX512VNNI__)
     const auto output_at = [&](long first) {
         TopBounds output = tops;
         output.first_row = first;
         return output;
     };
+#if defined(NOVA_TILES)
+    if (tiled_rounded(rough, rows, tops.num_rows, threads, output_at)) return true;
+#endif
+    if (tops.num_rows <= kBlockRows || tops.num_rows > kTileRows) return false;  // one tile of as many as `run_many` wants
     for_rounded_tiles(rough, rows, tops.num_rows, threads, output_at, [&](const auto& tile) { run_many(tile, rough.layer, threads); });
     return true;
 #else

@@ -14,8 +14,6 @@ namespace {
 // Whether the layer was computed here.
 template <class T>
 INLINE bool tiled_quantized(const QuantizedArguments&, const T*, long, void*, long, long) { return false; }
-template <class T>
-INLINE bool tiled_rounded(const QuantizedArguments&, const RoundedRows<RoundedPanel>&, const T*, void*, long, long) { return false; }
 
 #if defined(NOVA_TILES)
 
@@ -33,10 +31,25 @@ INLINE Piece piece_at(const QuantizedArguments& args, long k) {
     return {group, k - group * args.group, count, k == group * args.group, k + count == end};
 }
 
+// Asks for panels that lie step by step side by side, as one stream, and pass by once.
+struct AskStream {
+    template <int kParts, int P>
+    INLINE void ask(int part, const char* const (&panels)[P], long run) {
+        constexpr long bytes = kRunSteps * P * kRowBytes / kParts;
+        const char* at = panels[0] + run + part * bytes;
+        UNROLL for (long line = 0; line < bytes; line += kRowBytes) {
+            __builtin_prefetch(at + line + kFarBytes, 0, 2);
+            __builtin_prefetch(at + line + kNearBytes, 0, 3);
+        }
+    }
+    INLINE void end_run() {}
+};
+
 // Panels of integers as bf16 tiles: [P][steps][16][2].
 template <class Columns>
 struct WidenedPanels {
     using Product = Bf16Product;
+    using First = AskNothing;  // what the first rows ask for: whoever widens has asked
     using Format = IntegerDotPanel<Columns>;
     static constexpr long kDepth = kRunDepth, kSlotBytes = 2 * kBlockDepth * kLanes * sizeof(Bf16);
     template <int P>
@@ -71,6 +84,7 @@ struct WidenedPanels {
 // Panels of `RoundedPanel`, where they lie.
 struct IntegerPanels {
     using Product = IntegerProduct;
+    using First = AskStream;
     static constexpr long kDepth = kRunSteps * RoundedPanel::kPack, kSlotBytes = 0;
     template <int P>
     using Tiles = TilePanels<P, P * kChunkBytes>;
@@ -109,13 +123,13 @@ struct GroupSums {
     Vec scales[P];
 };
 
-template <class Panels, class Sums>
+template <class Panels, class Sums, class Out = TileOutput>
 struct TiledQuantized {
     const QuantizedArguments& args;
     const Panels& panels;
     TileRows rows;
     long num_rows;
-    TileOutput output;
+    Out output;
     Sums rule;
 
     // All rows over panels [begin, end).
@@ -146,8 +160,11 @@ struct TiledQuantized {
             for (long row = 0; row < num_rows; row += kPairRows) {
                 const long count = smaller(kPairRows, num_rows - row);
                 char* to = sums + piece.group % 2 * size + row * P * kRowBytes;
-                multiply_rows<typename Panels::Product>(registers, rows.from(row, k / Panels::kDepth), count, tiles,
-                                                        piece.count / Panels::kDepth, piece.is_first, to, AskNothing{});
+                const auto multiply = [&](const auto& ask) {
+                    multiply_rows<typename Panels::Product>(registers, rows.from(row, k / Panels::kDepth), count, tiles,
+                                                            piece.count / Panels::kDepth, piece.is_first, to, ask);
+                };
+                row == 0 ? multiply(typename Panels::First{}) : multiply(AskNothing{});
                 add(finished);
                 finished = GroupSums<P>{to, totals + row * P * kLanes, row, piece.is_last ? count : 0, piece.group, {}};
                 if (piece.is_last) get_scales(panel, finished);
@@ -226,8 +243,10 @@ INLINE bool tiled_quantized(const QuantizedArguments& args, const Bf16* x, long 
     return true;
 }
 
-// The bits are those of quantized.h, for whole numbers have but one sum.
-INLINE bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<RoundedPanel>& integers, const Bf16*, void* y, long m, long threads) {
+// Rows that are integers; output_at(first) is what those from `first` on go to. The bits are those of quantized.h, for whole numbers have
+// but one sum.
+template <class OutputAt>
+bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<RoundedPanel>& integers, long m, long threads, const OutputAt& output_at) {
     if (m < kIntegerRows || !has_runs(args, IntegerPanels::kDepth)) return false;
     static thread_local Scratch scratch;
     const LinearArguments& layer = args.layer;
@@ -235,8 +254,9 @@ INLINE bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<Roun
     const IntegerPanels panels{records, (const uint8_t*)layer.packed};
     for_each_pass(m, rows_to_pass(layer.k), [&](long first, long count) {
         const TileRows rows = rows_as_tiles(integers.integers + first * integers.width, integers.width, count, layer.k, scratch, threads);
-        const TileOutput output{layer, {layer, y, first}, may_pass_by(layer, y)};
-        run_panels(TiledQuantized<IntegerPanels, RoundedSums>{args, panels, rows, count, output, {integers, first}}, layer, threads);
+        const auto output = output_at(first);
+        using Out = std::remove_const_t<decltype(output)>;
+        run_panels(TiledQuantized<IntegerPanels, RoundedSums, Out>{args, panels, rows, count, output, {integers, first}}, layer, threads);
     });
     return true;
 }
@@ -246,7 +266,11 @@ INLINE bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<Roun
 // As `quantized_linear`, of m rows that are integers already.
 template <class T>
 void rounded_linear(const QuantizedArguments& args, const RoundedRows<RoundedPanel>& rows, void* y, long m, long threads) {
-    if (!tiled_rounded(args, rows, (const T*)nullptr, y, m, threads)) vector_rounded<T>(args, rows, y, m, threads);
+#if defined(NOVA_TILES)
+    const auto output_at = [&](long first) { return TileOutput{args.layer, {args.layer, y, first}, may_pass_by(args.layer, y)}; };
+    if (std::is_same_v<T, Bf16> && tiled_rounded(args, rows, m, threads, output_at)) return;
+#endif
+    vector_rounded<T>(args, rows, y, m, threads);
 }
 
 // y [m, n] = x [m, k] times the packed weight, plus bias; x rows lie x_stride elements apart.
