@@ -98,7 +98,7 @@ class ResponseOutput:
                 self._open if self._open is not None and self._open.kind == _REASONING else self._begin(_REASONING)
             )
             self._grow(thought, delta.reasoning, "reasoning_text")
-        first = delta.num_calls_first
+        first = delta.call_places.count(0) if delta.text else 0
         self._feed_calls(delta.calls[:first])
         if delta.text:
             if self._open is not None and self._open.kind == _REASONING:

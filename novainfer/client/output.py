@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from novainfer.protocol.messages import FINISH_STOP, Logprobs, TokenOutput
 from novainfer.sampling.params import SamplingParams
@@ -45,15 +46,16 @@ class TokenLogprob:
 class ChoiceDelta:
     """What one `ChoiceOutput.push` adds. `stop_reason`: the stop string, or the stop id that is no end of text.
 
-    text: without the reasoning and the calls that a parser takes out of it. num_calls_first: those of `calls` that came
-    before the first of the text. num_ended: calls of the choice all of whose arguments have come; 0: nothing is new.
+    text: without the reasoning and the calls that a parser takes out of it. call_places: for each of `calls`, how many
+    characters of the text came before it. num_ended: calls of the choice all of whose arguments have come; 0: nothing
+    is new.
     """
 
     choice: int
     text: str = ""
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
-    num_calls_first: int = 0
+    call_places: list[int] = field(default_factory=list)
     num_ended: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -69,15 +71,25 @@ class _Told:
     contents: list[str]
     thoughts: list[str]
     calls: list[CallDelta]
-    num_calls_first: int | None = None  # None: no text has come
+    places: list[int] = field(default_factory=list)  # for each of these: how many contents came before it
 
     def add(self, parts: Parts) -> None:
-        """The next ones."""
-        if parts.content and self.num_calls_first is None:
-            self.num_calls_first = len(self.calls)
+        """The next ones. What goes on with a call comes before the content beside it, what begins one behind that."""
+        if parts.calls:
+            is_begun = False
+            for call in parts.calls:
+                is_begun = is_begun or call.name is not None
+                self.places.append(len(self.contents) + is_begun)
+            self.calls += parts.calls
         self.contents.append(parts.content)
         self.thoughts.append(parts.reasoning)
-        self.calls += parts.calls
+
+    def call_places(self) -> list[int]:
+        """See `ChoiceDelta`."""
+        if not self.places:
+            return []
+        ends = list(accumulate(map(len, self.contents), initial=0))
+        return [ends[place] for place in self.places]
 
 
 class ChoiceOutput:
@@ -158,7 +170,7 @@ class ChoiceOutput:
         told = _Told([], [], delta.calls)
         self._push(output, delta, told)
         delta.text, delta.reasoning = "".join(told.contents), "".join(told.thoughts)
-        delta.num_calls_first = told.num_calls_first or 0
+        delta.call_places = told.call_places()
         if self._parser is not None:
             delta.num_ended = self._parser.num_ended
         return delta

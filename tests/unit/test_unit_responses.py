@@ -421,8 +421,8 @@ def deltas_of(text: str, cuts: list[int]) -> list[ChoiceDelta]:
     for number, char in enumerate([*text, ""]):
         parts = parser.feed(char) if char else parser.flush()
         last = found[-1]
-        if parts.content and not last.text:
-            last.num_calls_first = len(last.calls)
+        is_begun = any(call.name is not None for call in parts.calls)
+        last.call_places += [len(last.text) + is_begun * len(parts.content)] * len(parts.calls)
         last.num_ended = parser.num_ended
         last.text, last.reasoning, last.calls = (
             last.text + parts.content,
@@ -521,10 +521,10 @@ def test_given_a_call_that_is_whole_when_told_then_its_last_events_come_at_once(
 
 
 def test_given_a_call_and_words_in_one_delta_when_told_then_they_stand_as_they_came() -> None:
-    both = ChoiceDelta(0, text="b", calls=[CallDelta(0, "f", "{}")])
+    both = ChoiceDelta(0, text="b", calls=[CallDelta(0, "f", "{}")], call_places=[1])
     for delta, kinds in (
         (both, ["message", "function_call"]),
-        (replace(both, num_calls_first=1), ["function_call", "message"]),
+        (replace(both, call_places=[0]), ["function_call", "message"]),
     ):
         output = output_of()
         output.feed(delta)
