@@ -29,7 +29,8 @@ FINGERPRINT = f"novainfer-{__version__}"
 
 
 @lru_cache(maxsize=2)  # a gateway has one tokenizer
-def _spelling(tokenizer: Tokenizer) -> Spelling:
+def spelling_of(tokenizer: Tokenizer) -> Spelling:
+    """How its tokens stand in an event, as JSON."""
     return Spelling(tokenizer, json_bytes)
 
 
@@ -91,7 +92,7 @@ class _Chunks:
         if record.event_ids or record.continuous_usage or record.token_ids or record.logprobs or record.explain:
             return None
         head, tail = self._chunk(output.choice, self._fields_of("\0", "null")).encode().split(b"\0")
-        return PlainChoice(output, (head, tail), _spelling(self._generation.tokenizer), writer)
+        return PlainChoice(output, (head, tail), spelling_of(self._generation.tokenizer), writer)
 
     def failed(self, error: ApiError) -> bytes:
         """See `Chunks`."""

@@ -22,9 +22,10 @@ from gateway.auth import OPEN_PATHS, PAGE_PATHS, AuthMiddleware, KeyRing
 from gateway.context import ContextMiddleware
 from gateway.errors import to_api_error
 from gateway.limits import QUOTA_HEADERS
+from gateway.message_schemas import CountTokensRequest, MessagesRequest
 from gateway.openapi import EVENTS, RouteSpec, describe
 from gateway.openapi_schemas import STATE, ModelBounds
-from gateway.routes import chat, completions, health, models, pages, requests, responses, streams, tokenize
+from gateway.routes import chat, completions, health, messages, models, pages, requests, responses, streams, tokenize
 from gateway.routes.endpoint import Call, json_response, route
 from gateway.schemas import (
     ChatRequest,
@@ -40,6 +41,7 @@ from novainfer import __version__
 # What a page of another origin may read of an answer, beside its body.
 _EXPOSED = (
     "x-request-id",
+    "request-id",
     "x-novainfer-ignored",
     "x-novainfer-mode",
     "openai-processing-ms",
@@ -63,6 +65,8 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("POST", "/v1/chat/completions", chat.chat_completions, "ChatCompletion", ChatRequest),
     RouteSpec("POST", "/v1/completions", completions.completions, "TextCompletion", CompletionRequest),
     RouteSpec("POST", "/v1/responses", responses.responses, "Response", ResponseRequest),
+    RouteSpec("POST", "/v1/messages", messages.messages, "Message", MessagesRequest),
+    RouteSpec("POST", "/v1/messages/count_tokens", messages.count_tokens, "TokenCount", CountTokensRequest),
     RouteSpec("GET", "/v1/models", models.list_models, "ModelList"),
     RouteSpec("GET", "/v1/models/{model_id:path}", models.get_model, "Model"),
     RouteSpec("POST", "/v1/requests/{request_id:path}/cancel", requests.cancel, "Cancelled"),
@@ -161,4 +165,4 @@ def _middleware(service: GatewayService, keys: KeyRing) -> list[Middleware]:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.scope["path"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import ApiError, to_api_error
+from gateway.errors import MESSAGE_PATHS, ApiError, to_api_error
 from gateway.limits import NO_PERMIT, Permit
 from gateway.metrics import GatewayMetrics
 
@@ -81,16 +81,22 @@ class ContextMiddleware:
         app = self._app
         if fields.keys() >= _TWO_LENGTHS:  # httptools itself refuses it, h11 does not
             words = "A request has Content-Length or Transfer-Encoding, not both."
-            app = ApiError(400, words, "invalid_http", None, {"connection": "close"}).response()
+            app = ApiError(400, words, "invalid_http", None, {"connection": "close"}).response(scope["path"])
         try:
             await app(scope, receive, send_with_headers)
         except Exception as error:
             log.exception("request %s failed", info.request_id, extra={"request_id": info.request_id})
             if info.status:
                 raise  # the answer has begun: the server closes the connection
-            await to_api_error(error).response()(scope, receive, send_with_headers)
+            await to_api_error(error).response(scope["path"])(scope, receive, send_with_headers)
         finally:
             self._metrics.http_request(scope["method"], info.handler, info.status)
+
+
+def name_request(info: RequestInfo, path: str) -> None:
+    """Have its answer carry its id as the clients of the path expect it, too."""
+    if path in MESSAGE_PATHS:
+        info.headers["request-id"] = info.request_id
 
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:

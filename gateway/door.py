@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.auth import KeyRing
-from gateway.context import RequestInfo, answer_headers, request_id_of
+from gateway.context import RequestInfo, answer_headers, name_request, request_id_of
 from gateway.errors import retry_seconds, to_api_error
 from gateway.plain_request import PlainRequest
 from gateway.routes.endpoint import TIMEOUT_HEADER
@@ -22,7 +22,7 @@ from novainfer.protocol.messages import EngineStats
 
 _TIMEOUT = TIMEOUT_HEADER.encode()
 Header = tuple[bytes, bytes]
-PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 _BLANK = "\0"  # where an answer differs from the next one
 
 
@@ -45,10 +45,9 @@ class Standing:
         for count in self.counts:
             count()
         seconds = retry_seconds(self.error, request_id)
-        retry_after, milliseconds, name, rest = self.parts
-        return b"%b%d%b%d%b%b%b" % (
-            retry_after, math.ceil(seconds), milliseconds, math.ceil(seconds * 1000), name, request_id, rest,
-        )  # fmt: skip
+        retry_after, milliseconds, *around_ids = self.parts
+        rest = request_id.join(around_ids)
+        return b"%b%d%b%d%b" % (retry_after, math.ceil(seconds), milliseconds, math.ceil(seconds * 1000), rest)
 
 
 class Door:
@@ -107,6 +106,7 @@ class Door:
         """The refusal that a request gets now, which is yet to be counted."""
         service = self._service
         info = RequestInfo(_BLANK, handler=request.path, tenant=tenant, body_bytes=request.body_bytes)
+        name_request(info, request.path)
         try:
             service.check_room(info)
         except OverloadedError as error:
@@ -117,7 +117,7 @@ class Door:
             return None
         else:
             return None
-        message = answer.message_of((*headers_of_all, *answer_headers(info)))
+        message = answer.message_of((*headers_of_all, *answer_headers(info)), request.path)
         metrics = service.metrics
         return Standing(
             tenant,
@@ -127,7 +127,7 @@ class Door:
             headers_of_all,
             request.body_bytes,
             found,
-            message.split(_BLANK.encode(), 3),
+            message.split(_BLANK.encode()),
             (
                 metrics.http_counter("POST", request.path, answer.status).inc,
                 metrics.rejected_counter(answer.status).inc,

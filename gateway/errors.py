@@ -1,4 +1,7 @@
-"""Every failure as OpenAI's clients expect it: `{"error": {message, type, param, code}}` with the right status."""
+"""Every failure as OpenAI's clients expect it: `{"error": {message, type, param, code}}` with the right status.
+
+Those of the paths that Anthropic's clients know have the same statuses, in the form that these expect.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,16 @@ from novainfer.errors import DeadlineError, EngineError, InvalidRequestError, Ov
 
 MAX_MESSAGE_CHARS = 1024
 _MAX_JITTER = 0.25  # of Retry-After
+MESSAGE_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_MESSAGE_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -40,8 +53,17 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object, also sent as the `error` event of a stream."""
-        message = self.message if len(self.message) <= MAX_MESSAGE_CHARS else self.message[:MAX_MESSAGE_CHARS] + "..."
-        return {"error": {"message": message, "type": self._type, "param": self.param, "code": self.code}}
+        return {"error": {"message": self._short, "type": self._type, "param": self.param, "code": self.code}}
+
+    @property
+    def message_body(self) -> dict[str, Any]:
+        """The same for Anthropic's clients: what the message does not say of `param` and `code` is not told."""
+        kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        return {"type": "error", "error": {"type": _MESSAGE_TYPES.get(self.status, kind), "message": self._short}}
+
+    @property
+    def _short(self) -> str:
+        return self.message if len(self.message) <= MAX_MESSAGE_CHARS else self.message[:MAX_MESSAGE_CHARS] + "..."
 
     @property
     def _type(self) -> str:
@@ -49,13 +71,14 @@ class ApiError(Exception):
             return "rate_limit_error"
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
-    def response(self) -> Response:
-        """The HTTP answer."""
-        return Response(json.dumps(self.body), self.status, self.headers, media_type="application/json")
+    def response(self, path: str) -> Response:
+        """The HTTP answer to a request of this path."""
+        body = self.message_body if path in MESSAGE_PATHS else self.body
+        return Response(json.dumps(body), self.status, self.headers, media_type="application/json")
 
-    def message_of(self, more_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    def message_of(self, more_headers: Iterable[tuple[bytes, bytes]], path: str) -> bytes:
         """The same as it goes over the wire, with these headers, too."""
-        body = _refusal_body(self.status, self.message, self.code, self.param)
+        body = _refusal_body(self.status, self.message, self.code, self.param, path)
         headers = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
         more = b"".join([b"%b: %b\r\n" % pair for pair in more_headers])
         head = f"HTTP/1.1 {self.status} {responses[self.status]}\r\n{headers}content-length: {len(body)}\r\n"
@@ -63,9 +86,10 @@ class ApiError(Exception):
 
 
 @lru_cache(maxsize=64)
-def _refusal_body(status: int, message: str, code: str | None, param: str | None) -> bytes:
+def _refusal_body(status: int, message: str, code: str | None, param: str | None, path: str) -> bytes:
     """The same few are said again and again."""
-    return json.dumps(ApiError(status, message, code, param).body).encode()
+    body = ApiError(status, message, code, param).response(path).body
+    return bytes(body)
 
 
 _NOTHING_THERE = "Not Found: /openapi.json tells what this server has."

@@ -68,14 +68,15 @@ LEFT_TO_IT = ("auto", "adaptive")
 LEVELS = ("low", "medium", "high")
 
 
-def rename(present: dict[str, Any], strange: list[str], fields: Set[str]) -> list[str]:
+def rename(present: dict[str, Any], strange: list[str], fields: Set[str], unsupported: Set[str]) -> list[str]:
     """Put what has another name of one of our `fields` under that, in place; the `strange` names that are left.
 
+    unsupported: names that are none there.
     Raises `InvalidRequestError` where the field is there, too, and says something else.
     """
     left = []
     for name in strange:
-        if name in SAME and SAME[name] in fields:
+        if name in SAME and SAME[name] in fields and name not in unsupported:
             _put(present, name, SAME[name])
         elif name in (THINK, THINKING) and KWARGS in fields and not _is_left_to_it(name, present[name]):
             _put_thinking(present, name)

@@ -1,5 +1,8 @@
 """Fields inside of others that this server does not know: for `--strict-params`, which refuses them.
 
+A form is what a body looks like: CHAT of all that is named as in a chat, RESPONSE of `/v1/responses`, MESSAGE of
+`/v1/messages`.
+
 What is the caller's own matter is not looked at: a tool's parameters, a template's arguments, documents.
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+CHAT, RESPONSE, MESSAGE = "chat", "response", "message"
 # What an object may hold. A name leads to what the objects in it may hold, be it one or a list; None: anything.
 _Known = Mapping[str, Any]
 
@@ -62,21 +66,52 @@ _RESPONSE_FIELDS: _Known = {
     "reasoning": dict.fromkeys(("effort", "summary", "generate_summary")),
     "stream_options": {"include_obfuscation": None},
 }
-# Of lists in it: the types whose fields are known. Others are refused, in better words than for a field of theirs.
-_KINDS: Mapping[str, tuple[str | None, ...]] = {
-    "input": (None, "message", "function_call", "function_call_output", "reasoning"),
-    "tools": ("function",),
+_TEXT_BLOCK: _Known = dict.fromkeys(("type", "text", "cache_control", "citations"))
+_MESSAGE_FIELDS: _Known = {
+    "messages": {
+        "role": None,
+        "content": {
+            **_TEXT_BLOCK,
+            **dict.fromkeys(("id", "name", "input", "caller", "tool_use_id", "is_error")),
+            **dict.fromkeys(("thinking", "signature", "data")),
+            "content": _TEXT_BLOCK,
+        },
+    },
+    "system": _TEXT_BLOCK,
+    "tools": {
+        **dict.fromkeys(("type", "name", "description", "input_schema", "strict")),
+        **dict.fromkeys(("cache_control", "eager_input_streaming")),  # hints
+    },
+    "tool_choice": dict.fromkeys(("type", "name", "disable_parallel_tool_use")),
+    "thinking": dict.fromkeys(("type", "budget_tokens")),
+    "metadata": {"user_id": None},
+    "output_config": {"effort": None, "format": dict.fromkeys(("type", "schema"))},
+    "output_format": dict.fromkeys(("type", "schema")),
 }
-_TIERS = ("auto", "default")
+_FORMS: Mapping[str, _Known] = {CHAT: _FIELDS, RESPONSE: _RESPONSE_FIELDS, MESSAGE: _MESSAGE_FIELDS}
+# Of lists in one: the types whose fields are known. Others are refused, in better words than for a field of theirs.
+_KINDS: Mapping[str, Mapping[str, tuple[str | None, ...]]] = {
+    RESPONSE: {
+        "input": (None, "message", "function_call", "function_call_output", "reasoning"),
+        "tools": ("function",),
+    },
+    MESSAGE: {"tools": (None, "custom")},
+}
+_TIERS = {RESPONSE: ("auto", "default"), MESSAGE: ("auto", "standard_only")}
 _VERBOSITY = "medium"
 
 
-def without_effect(body: Mapping[str, Any]) -> list[str]:
-    """What a body of `/v1/responses` asks for in known fields, and does not get."""
-    found, text = [], body.get("text")
-    if isinstance(text, dict) and text.get("verbosity") not in (None, _VERBOSITY):
+def without_effect(body: Mapping[str, Any], form: str) -> list[str]:
+    """What a body asks for in known fields, and does not get."""
+    found: list[str] = []
+    if form == CHAT:
+        return found
+    text, thinking = body.get("text"), body.get("thinking")
+    if form == RESPONSE and isinstance(text, dict) and text.get("verbosity") not in (None, _VERBOSITY):
         found.append("text.verbosity")
-    if body.get("service_tier") not in (None, *_TIERS):
+    if form == MESSAGE and isinstance(thinking, dict) and thinking.get("budget_tokens") is not None:
+        found.append("thinking.budget_tokens")
+    if body.get("service_tier") not in (None, *_TIERS[form]):
         found.append("service_tier")
     return found
 
@@ -84,15 +119,12 @@ def without_effect(body: Mapping[str, Any]) -> list[str]:
 SWITCHES = frozenset({"defer_loading"})  # of what there is none: off, they change nothing
 
 
-def unknown_inside(body: Mapping[str, Any], *, of_response: bool = False) -> tuple[str, str] | None:
-    """The path of the first unknown field inside of a known one, as (where, its name); null counts as absent.
-
-    of_response: the body is one of `/v1/responses`.
-    """
-    for name, known in (_RESPONSE_FIELDS if of_response else _FIELDS).items():
+def unknown_inside(body: Mapping[str, Any], form: str) -> tuple[str, str] | None:
+    """The path of the first unknown field inside of a known one, as (where, its name); null counts as absent."""
+    for name, known in _FORMS[form].items():
         value = body.get(name)
-        if of_response and name in _KINDS and isinstance(value, list):
-            kinds = _KINDS[name]
+        kinds = _KINDS.get(form, {}).get(name)
+        if kinds is not None and isinstance(value, list):
             value = [item if isinstance(item, dict) and item.get("type") in kinds else None for item in value]
         for found in _unknown(value, known, name):
             return found

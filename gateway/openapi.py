@@ -11,19 +11,23 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gateway.auth import OPEN_PATHS
+from gateway.errors import MESSAGE_PATHS
+from gateway.message_schemas import MessagesRequest
+from gateway.openapi_messages import MESSAGE_ERROR
 from gateway.openapi_schemas import ANSWERS, STATE, ModelBounds, complete_bodies
 from gateway.routes.endpoint import RECEIPT_HEADER, Handler, plain_path
 from gateway.schemas import ChatRequest, CompletionRequest, ResponseRequest
 
 _REF = "#/components/schemas/{model}"
 EVENTS = "events"  # for `RouteSpec.answer`: no JSON but a stream
-_STREAMING = (ChatRequest, CompletionRequest, ResponseRequest)
+_STREAMING = (ChatRequest, CompletionRequest, ResponseRequest, MessagesRequest)
 _WITH_RECEIPTS = (ChatRequest, CompletionRequest)
 # What of one operation's answer another one takes: handler -> (operation, its parameter, where in the answer).
 _LINKS = {
     "chat_completions": ("cancel", "request_id", "/id"),
     "completions": ("cancel", "request_id", "/id"),
     "responses": ("cancel", "request_id", "/id"),
+    "messages": ("cancel", "request_id", "/id"),
     "list_models": ("get_model", "model_id", "/data/0/id"),
 }
 
@@ -70,10 +74,9 @@ def _operation(spec: RouteSpec) -> dict[str, Any]:
     if spec.answer == EVENTS:
         content = {"text/event-stream": {}}
     if spec.body in _STREAMING:
-        content[
-            "text/event-stream"
-        ] = {}  # with "stream": true; chunks as OpenAI's, then [DONE], or events of a response
-    error = {"description": "An error", "content": _json("Error")}
+        # With "stream": true; chunks as OpenAI's, then [DONE], or events of a response or message.
+        content["text/event-stream"] = {}
+    error = {"description": "An error", "content": _json(MESSAGE_ERROR if spec.path in MESSAGE_PATHS else "Error")}
     operation: dict[str, Any] = {
         "operationId": spec.handler.__name__,
         "summary": (spec.handler.__doc__ or "").strip().split("\n")[0],

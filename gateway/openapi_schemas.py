@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from gateway.asked_grammar import FORMATS, NAME_PATTERN
 from gateway.explained import EXPLAINED_COUNTS, EXPLAINED_TIMES
@@ -27,6 +26,9 @@ from gateway.foreign_fields import (
     UNSUPPORTED,
     UNSUPPORTED_PREFIX,
 )
+from gateway.message_schemas import CountTokensRequest, MessagesRequest
+from gateway.openapi_messages import MESSAGE_ANSWERS, conversation_schemas, stop_schemas
+from gateway.openapi_parts import COUNT, STRING, Schema, array, integer, object_of, or_null, string, tagged, told_object
 from gateway.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
 from gateway.response_chat import ENCRYPTED, LOGPROBS, MAX_EFFORT, STREAM_OPTIONS, SUMMARIES
 from gateway.response_items import ITEM_ROLES
@@ -65,12 +67,18 @@ from novainfer.sampling.params import (
 )
 from novainfer.text.chat_template import OWN_NAMES
 
-Schema = dict[str, Any]
-
 STATE = "State"
-_STRING: Schema = {"type": "string"}
 _NAME: Schema = {"type": "string", "pattern": NAME_PATTERN}
-_BODIES = (ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, TemplateRequest, DetokenizeRequest)
+_BODIES = (
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    TemplateRequest,
+    DetokenizeRequest,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +92,16 @@ class ModelBounds:
 
 def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
     """Add to the models' own schemas, in place, what they do not say."""
+    conversation = conversation_schemas() | {"chat_template_kwargs": _TEMPLATE_KWARGS}
     fields = {
         "ChatRequest": _sampling(bounds) | _chat(),
         "CompletionRequest": _sampling(bounds) | _completion(bounds),
         "ResponseRequest": _sampling(bounds) | _response(),
+        "MessagesRequest": _sampling(bounds) | conversation | stop_schemas(),
+        "CountTokensRequest": conversation,
         "TokenizeRequest": _RENDERED,
         "TemplateRequest": _RENDERED,
-        "DetokenizeRequest": {"tokens": _array(_integer(0, bounds.num_texts - 1))},
+        "DetokenizeRequest": {"tokens": array(integer(0, bounds.num_texts - 1))},
     }
     for kind, schema in schemas.items():
         properties, required = schema["properties"], schema.get("required", ())
@@ -100,9 +111,9 @@ def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
                 kept = {key: own[key] for key in ("title", "default") if key in own}
                 properties[name] = own = {**kept, **told}
             if name not in required:
-                properties[name] = _or_null(own)
+                properties[name] = or_null(own)
     for model in _BODIES:
-        _add_other_names(schemas[model.__name__]["properties"])
+        _add_other_names(schemas[model.__name__]["properties"], model.unsupported)
         _refuse(schemas[model.__name__], model.unsupported | UNSUPPORTED)
     schemas["TokenizeRequest"]["oneOf"] = [
         {"required": [name], "properties": {name: {"type": kind}}}
@@ -124,26 +135,27 @@ def _refuse(schema: Schema, names: frozenset[str]) -> None:
         low, high = NEUTRAL[name]
         bounds = {"minimum": low, "maximum": high}
         number: Schema = {"type": "number"} | {key: bound for key, bound in bounds.items() if math.isfinite(bound)}
-        schema["properties"][name] = about | _or_null({"anyOf": [number, switched]})
+        schema["properties"][name] = about | or_null({"anyOf": [number, switched]})
     idle: Schema = {"type": "array", "items": {"required": ["scale"], "properties": {"scale": {"const": 0}}}}
     idle["items"]["type"] = "object"
     levels: Schema = {"enum": [*LEVELS]}
     for name, kind in ((THINK, levels), (THINKING, _thinking("disabled", *LEFT_TO_IT)), (LORA, idle)):
         if name in names:
-            schema["properties"][name] = about | _or_null({"anyOf": [kind, switched]})
+            schema["properties"][name] = about | or_null({"anyOf": [kind, switched]})
 
 
-def _add_other_names(properties: dict[str, Schema]) -> None:
+def _add_other_names(properties: dict[str, Schema], unsupported: frozenset[str]) -> None:
     """Beside the fields that they mean, where those are. That both say the same no schema can tell."""
     for name, ours in SAME.items():
-        if ours in properties:
+        if ours in properties and name not in unsupported:
             same = {key: value for key, value in properties[ours].items() if key != "title"}
             properties[name] = {"description": f"Another name of {ours}.", **same}
             if name == NO_LIMIT[0]:
                 properties[name]["anyOf"] = [*properties[name]["anyOf"], {"const": NO_LIMIT[1]}]
     if KWARGS in properties:
         for name, kind in ((THINK, {"enum": [True, False, *LEVELS]}), (THINKING, _thinking(*MODES, *LEFT_TO_IT))):
-            properties[name] = {"description": f"An argument of the template: see {KWARGS}.", **_or_null(kind)}
+            told = {"description": f"An argument of the template: see {KWARGS}.", **or_null(kind)}
+            properties.setdefault(name, told)  # Messages have one of their own
 
 
 def _thinking(*types: str) -> Schema:
@@ -151,44 +163,23 @@ def _thinking(*types: str) -> Schema:
     return told | {"additionalProperties": {"type": "null"}}
 
 
-def _or_null(schema: Schema) -> Schema:
-    null = {"type": "null"}
-    branches = schema.get("anyOf")
-    if branches is None:
-        about: Schema = {key: schema[key] for key in ("title", "default") if key in schema}
-        return {**about, "anyOf": [{key: value for key, value in schema.items() if key not in about}, null]}
-    return schema if null in branches else {**schema, "anyOf": [*branches, null]}
-
-
-def _integer(low: int, high: int) -> Schema:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def _array(items: Schema, least: int = 0, most: int | None = None) -> Schema:
-    return {"type": "array", "items": items, "minItems": least} | ({} if most is None else {"maxItems": most})
-
-
-def _text(least: int, most: int | None = None) -> Schema:
-    return {"type": "string", "minLength": least} | ({} if most is None else {"maxLength": most})
-
-
 def _sampling(bounds: ModelBounds) -> dict[str, Schema]:
     """The bounds of `novainfer.sampling.params`, in a client's words."""
-    token_id = _integer(0, bounds.vocab_size - 1)
-    fields: dict[str, Schema] = {name: _integer(*both) for name, both in INT_BOUNDS.items()}
+    token_id = integer(0, bounds.vocab_size - 1)
+    fields: dict[str, Schema] = {name: integer(*both) for name, both in INT_BOUNDS.items()}
     for name, (low, high) in FLOAT_BOUNDS.items():
         fields[name] = {"type": "number", "minimum": low, "maximum": high}
-    fields["top_k"] = _integer(-1, INT_BOUNDS["top_k"][1])
-    fields["max_tokens"] = fields["max_completion_tokens"] = fields["max_output_tokens"] = _integer(
+    fields["top_k"] = integer(-1, INT_BOUNDS["top_k"][1])
+    fields["max_tokens"] = fields["max_completion_tokens"] = fields["max_output_tokens"] = integer(
         1, bounds.max_model_len - 1
     )
     fields["top_logprobs"] = fields["logprobs"]
-    fields["allowed_token_ids"] = _array(token_id, 1, MAX_ID_LIST)
-    fields["banned_token_ids"] = fields["stop_token_ids"] = _array(token_id, 0, MAX_ID_LIST)
-    stop = _text(1, MAX_STOP_LENGTH)
-    fields["stop"] = {"anyOf": [stop, _array(stop, 0, MAX_STOP_STRINGS)]}
+    fields["allowed_token_ids"] = array(token_id, 1, MAX_ID_LIST)
+    fields["banned_token_ids"] = fields["stop_token_ids"] = array(token_id, 0, MAX_ID_LIST)
+    stop = string(1, MAX_STOP_LENGTH)
+    fields["stop"] = {"anyOf": [stop, array(stop, 0, MAX_STOP_STRINGS)]}
     fields["structured_outputs"] = _OUTPUTS
-    fields["bad_words"] = _array(_text(1, MAX_BAD_WORD_LENGTH), 0, MAX_BAD_WORDS)
+    fields["bad_words"] = array(string(1, MAX_BAD_WORD_LENGTH), 0, MAX_BAD_WORDS)
     fields["logit_bias"] = {
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
@@ -199,31 +190,26 @@ def _sampling(bounds: ModelBounds) -> dict[str, Schema]:
 
 
 def _completion(bounds: ModelBounds) -> dict[str, Schema]:
-    ids = _array(_integer(0, bounds.vocab_size - 1), 1, bounds.max_model_len - 1)
-    most = {"max_tokens": _integer(0, bounds.max_model_len - 1)}  # 0: an echo alone
-    prompts = [_text(1), ids, _array(_text(1), 1, MAX_PROMPTS), _array(ids, 1, MAX_PROMPTS)]
+    ids = array(integer(0, bounds.vocab_size - 1), 1, bounds.max_model_len - 1)
+    most = {"max_tokens": integer(0, bounds.max_model_len - 1)}  # 0: an echo alone
+    prompts = [string(1), ids, array(string(1), 1, MAX_PROMPTS), array(ids, 1, MAX_PROMPTS)]
     return most | {"prompt": {"anyOf": prompts}, "response_format": _RESPONSE_FORMAT}
 
 
-def _object(**properties: Schema) -> Schema:
-    """All of these are there; there may be more."""
-    return {"type": "object", "required": list(properties), "properties": properties}
-
-
 # A schema, a regex or a grammar that the server cannot follow is refused: that no schema can tell.
-_SCHEMA_FORMAT = _object(
+_SCHEMA_FORMAT = object_of(
     type={"const": FORMATS[2]},
-    json_schema=_object(name=_NAME, schema={"type": "object"}),
+    json_schema=object_of(name=_NAME, schema={"type": "object"}),
 )
 _SCHEMA_FORMAT["properties"]["json_schema"]["properties"]["strict"] = {"type": ["boolean", "null"]}
 _SCHEMA_FORMAT["properties"]["json_schema"]["properties"]["description"] = {"type": ["string", "null"]}
-_RESPONSE_FORMAT: Schema = {"anyOf": [_object(type={"enum": [*FORMATS[:2]]}), _SCHEMA_FORMAT]}
+_RESPONSE_FORMAT: Schema = {"anyOf": [object_of(type={"enum": [*FORMATS[:2]]}), _SCHEMA_FORMAT]}
 _OUTPUTS: Schema = {
     "type": "object",
     "properties": {
         JSON: {"type": ["object", "string", "null"]},
         REGEX: {"type": ["string", "null"]},
-        CHOICE: {"anyOf": [_array({"type": "string"}, 1), {"type": "null"}]},
+        CHOICE: {"anyOf": [array({"type": "string"}, 1), {"type": "null"}]},
         LARK: {"type": ["string", "null"], "maxLength": MAX_GRAMMAR_BYTES},
     },
     "additionalProperties": {"type": "null"},
@@ -242,13 +228,13 @@ _MESSAGE: Schema = {
     "required": ["role"],
     "properties": {
         "role": {"enum": sorted(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, _array(_PART), {"type": "null"}]},
+        "content": {"anyOf": [{"type": "string"}, array(_PART), {"type": "null"}]},
     },
 }
-_MESSAGES = _array(_MESSAGE, 1, MAX_MESSAGES)
-_FUNCTION: Schema = {"type": "object", "required": ["name"], "properties": {"name": _text(1)}}
-_TOOLS = _array({"type": "object", "required": ["function"], "properties": {"function": _FUNCTION}}, 0, MAX_TOOLS)
-_CHOSEN = _object(type={"const": "function"}, function=_FUNCTION)
+_MESSAGES = array(_MESSAGE, 1, MAX_MESSAGES)
+_FUNCTION: Schema = {"type": "object", "required": ["name"], "properties": {"name": string(1)}}
+_TOOLS = array({"type": "object", "required": ["function"], "properties": {"function": _FUNCTION}}, 0, MAX_TOOLS)
+_CHOSEN = object_of(type={"const": "function"}, function=_FUNCTION)
 _TEMPLATE_KWARGS: Schema = {
     "type": "object",
     "propertyNames": {"pattern": KWARG_NAME, "not": {"enum": sorted(OWN_NAMES)}},
@@ -267,60 +253,49 @@ def _chat() -> dict[str, Schema]:
     return {
         **_RENDERED,
         "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, _CHOSEN]},
-        "modalities": _array({"const": "text"}, 1, 1),
+        "modalities": array({"const": "text"}, 1, 1),
         "response_format": _RESPONSE_FORMAT,
     }
 
 
-def _told_object(**properties: Schema) -> Schema:
-    """These may be there, or null; of all else nothing is said."""
-    return {"type": "object", "properties": {name: _or_null(schema) for name, schema in properties.items()}}
-
-
-def _tagged(kind: str, **properties: Schema) -> Schema:
-    """An item of a response's input."""
-    return _object(type={"const": kind}, **properties)
-
-
 def _input() -> Schema:
     """What becomes of it as a template is rendered no schema can tell."""
-    words = {"anyOf": [_STRING, _array(_object(type=_STRING))]}
-    message = _object(role={"enum": [*ITEM_ROLES]}, content=words)
+    words = {"anyOf": [STRING, array(object_of(type=STRING))]}
+    message = object_of(role={"enum": [*ITEM_ROLES]}, content=words)
     message["properties"]["type"] = {"enum": ["message", None]}
     items = [
         message,
-        _tagged("function_call", call_id=_STRING, name=_STRING, arguments=_STRING),
-        _tagged("function_call_output", call_id=_STRING, output=words),
-        _tagged("reasoning"),
+        tagged("function_call", call_id=STRING, name=STRING, arguments=STRING),
+        tagged("function_call_output", call_id=STRING, output=words),
+        tagged("reasoning"),
     ]
-    return {"anyOf": [_STRING, _array({"anyOf": items}, 1, MAX_MESSAGES)]}
+    return {"anyOf": [STRING, array({"anyOf": items}, 1, MAX_MESSAGES)]}
 
 
 def _response() -> dict[str, Schema]:
-    name = _text(1)
-    function = _tagged("function", name=name)
-    formats = [_object(type={"enum": [*FORMATS[:2]]}), _tagged("json_schema", name=_NAME, schema={"type": "object"})]
+    name = string(1)
+    function = tagged("function", name=name)
+    formats = [object_of(type={"enum": [*FORMATS[:2]]}), tagged("json_schema", name=_NAME, schema={"type": "object"})]
     formats[1]["properties"] |= {"strict": {"type": ["boolean", "null"]}, "description": {"type": ["string", "null"]}}
     summary: Schema = {"enum": [*SUMMARIES]}
     return {
         "input": _input(),
-        "tools": _array(function, 0, MAX_TOOLS),
+        "tools": array(function, 0, MAX_TOOLS),
         "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, function]},
-        "text": _told_object(format={"anyOf": formats}),
-        "reasoning": _told_object(effort=_text(0, MAX_EFFORT), summary=summary, generate_summary=summary),
-        "include": _array({"enum": [LOGPROBS, ENCRYPTED]}),
+        "text": told_object(format={"anyOf": formats}),
+        "reasoning": told_object(effort=string(0, MAX_EFFORT), summary=summary, generate_summary=summary),
+        "include": array({"enum": [LOGPROBS, ENCRYPTED]}),
         "background": {"enum": [False]},
         "truncation": {"enum": ["disabled"]},
-        "modalities": _array({"const": "text"}, 1, 1),
-        "stream_options": _told_object(**{key: {"enum": [False]} for key in sorted(STREAM_OPTIONS)}),
+        "modalities": array({"const": "text"}, 1, 1),
+        "stream_options": told_object(**{key: {"enum": [False]} for key in sorted(STREAM_OPTIONS)}),
         "chat_template_kwargs": _TEMPLATE_KWARGS,
     }
 
 
-_COUNT: Schema = {"type": "integer", "minimum": 0}
 _MAYBE_STRING: Schema = {"type": ["string", "null"]}
 _MAYBE_OBJECT: Schema = {"type": ["object", "null"]}
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_USAGE = object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
 _END: dict[str, Schema] = {
     "logprobs": _MAYBE_OBJECT,
     "finish_reason": {"enum": ["stop", "length", "cancelled"]},
@@ -330,66 +305,66 @@ _MS: Schema = {"type": "number", "minimum": 0}
 _WAITED: Schema = {
     "enum": [WAITED_ROWS, WAITED_BLOCKS, WAITED_TOKENS, WAITED_SHARE, WAITED_GRAMMAR, WAITED_WORKERS, None]
 }
-_EXPLAIN = _object(
-    summary=_STRING,
+_EXPLAIN = object_of(
+    summary=STRING,
     **dict.fromkeys(EXPLAINED_TIMES, _MS),
-    **dict.fromkeys(EXPLAINED_COUNTS, _COUNT),
+    **dict.fromkeys(EXPLAINED_COUNTS, COUNT),
     waited_for=_WAITED,
 ) | {
     "description": "Why it took so long. Milliseconds: total_ms is from the request's arrival until its last token, "
     "and the sum of gateway_ms, queue_ms, prefill_ms and decode_ms; longest_gap_ms is between two of its tokens."
 }
-_CALL = _object(id=_STRING, type={"const": "function"}, function=_object(name=_STRING, arguments=_STRING))
-_SAID = _object(role={"const": "assistant"}, content=_MAYBE_STRING, refusal={"type": "null"})
-_SAID["properties"] |= {"reasoning_content": _STRING, "tool_calls": _array(_CALL, 1)}  # where there are any
+_CALL = object_of(id=STRING, type={"const": "function"}, function=object_of(name=STRING, arguments=STRING))
+_SAID = object_of(role={"const": "assistant"}, content=_MAYBE_STRING, refusal={"type": "null"})
+_SAID["properties"] |= {"reasoning_content": STRING, "tool_calls": array(_CALL, 1)}  # where there are any
 _CHAT_END = _END | {"finish_reason": {"enum": [*_END["finish_reason"]["enum"], "tool_calls"]}}
 
 
 def _answer(kind: str, choice: Schema) -> Schema:
-    texts = dict.fromkeys(("id", "model", "system_fingerprint"), _STRING)
-    answer = _object(object={"const": kind}, created=_COUNT, choices=_array(choice, 1), usage=_USAGE, **texts)
+    texts = dict.fromkeys(("id", "model", "system_fingerprint"), STRING)
+    answer = object_of(object={"const": kind}, created=COUNT, choices=array(choice, 1), usage=_USAGE, **texts)
     answer["properties"]["explain"] = _EXPLAIN  # where it was asked for
     return answer
 
 
-_RESPONSE = _object(
-    id=_STRING,
+_RESPONSE = object_of(
+    id=STRING,
     object={"const": "response"},
-    created_at=_COUNT,
+    created_at=COUNT,
     status={"enum": ["completed", "incomplete", "cancelled"]},
-    model=_STRING,
-    output=_array({"anyOf": [_tagged(kind, id=_STRING) for kind in ("message", "reasoning", "function_call")]}),
-    usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
+    model=STRING,
+    output=array({"anyOf": [tagged(kind, id=STRING) for kind in ("message", "reasoning", "function_call")]}),
+    usage=object_of(input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT),
     error={"type": "null"},
     incomplete_details=_MAYBE_OBJECT,
 )
-_MODEL = _object(
-    id=_STRING,
+_MODEL = object_of(
+    id=STRING,
     object={"const": "model"},
-    created=_COUNT,
-    owned_by=_STRING,
-    root=_STRING,
+    created=COUNT,
+    owned_by=STRING,
+    root=STRING,
     parent=_MAYBE_STRING,
     max_model_len={"type": ["integer", "null"]},
 )
-_ERROR = _object(message=_STRING, type=_STRING, param=_MAYBE_STRING, code=_MAYBE_STRING)
+_ERROR = object_of(message=STRING, type=STRING, param=_MAYBE_STRING, code=_MAYBE_STRING)
 
-ANSWERS: dict[str, Schema] = {
-    "Error": _object(error=_ERROR),
-    "ChatCompletion": _answer("chat.completion", _object(index=_COUNT, message=_SAID, **_CHAT_END)),
-    "TextCompletion": _answer("text_completion", _object(index=_COUNT, text=_STRING, **_END)),
+ANSWERS: dict[str, Schema] = MESSAGE_ANSWERS | {
+    "Error": object_of(error=_ERROR),
+    "ChatCompletion": _answer("chat.completion", object_of(index=COUNT, message=_SAID, **_CHAT_END)),
+    "TextCompletion": _answer("text_completion", object_of(index=COUNT, text=STRING, **_END)),
     "Response": _RESPONSE,
     "Model": _MODEL,
-    "ModelList": _object(object={"const": "list"}, data=_array(_MODEL, 1)),
-    "Cancelled": _object(id=_STRING, object={"const": "request.cancelled"}, cancelled={"const": True}),
-    "Tokens": _object(
-        count=_COUNT,
-        max_model_len=_COUNT,
-        tokens=_array(_COUNT),
-        token_strs={"anyOf": [_array(_MAYBE_STRING), {"type": "null"}]},
+    "ModelList": object_of(object={"const": "list"}, data=array(_MODEL, 1)),
+    "Cancelled": object_of(id=STRING, object={"const": "request.cancelled"}, cancelled={"const": True}),
+    "Tokens": object_of(
+        count=COUNT,
+        max_model_len=COUNT,
+        tokens=array(COUNT),
+        token_strs={"anyOf": [array(_MAYBE_STRING), {"type": "null"}]},
     ),
-    "Text": _object(prompt=_STRING),
-    STATE: _object(status={"enum": ["ok", "unavailable"]}),
-    "Version": _object(version=_STRING),
-    "Description": _object(openapi=_STRING, info={"type": "object"}, paths={"type": "object"}),
+    "Text": object_of(prompt=STRING),
+    STATE: object_of(status={"enum": ["ok", "unavailable"]}),
+    "Version": object_of(version=STRING),
+    "Description": object_of(openapi=STRING, info={"type": "object"}, paths={"type": "object"}),
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import dataclass
+
 from gateway.body_writer import BodyWriter
 from gateway.errors import ApiError
 from gateway.generation import Generation
@@ -21,6 +24,30 @@ _COPIES = 4  # of log-probabilities, in the last events of a stream
 _SLICE = 4096  # pieces of JSON
 _ENDS = {COMPLETED: "completed", INCOMPLETE: "incomplete", CANCELLED: "incomplete"}
 _REASONS = {INCOMPLETE: "max_output_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseForm:
+    """See `Form`. echo: what an answer repeats."""
+
+    echo: Echo
+    prefix: str = RESPONSE_PREFIX
+
+    def chunks(
+        self, generation: Generation, record: StreamRecord, room: LogprobRoom, held: ExitStack
+    ) -> ResponseChunks:
+        """The writer of a stream."""
+        chunks = ResponseChunks(generation, record, self.echo, room)
+        held.callback(chunks.close)
+        return chunks
+
+    def answer(
+        self, generation: Generation, record: StreamRecord, room: LogprobRoom, held: ExitStack
+    ) -> ResponseAnswer:
+        """The writer of a whole answer."""
+        answer = ResponseAnswer(generation, record, self.echo, room)
+        held.callback(answer.close)
+        return answer
 
 
 class _Response:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from gateway.foreign_fields import NO_OPS, UNSUPPORTED, UNSUPPORTED_PREFIX, changes_nothing, is_off, rename
-from gateway.nested import unknown_inside, without_effect
+from gateway.nested import CHAT, RESPONSE, unknown_inside, without_effect
 from novainfer.errors import InvalidRequestError
 from novainfer.sampling.grammars import LARK
 from novainfer.sampling.params import MAX_ID_LIST
@@ -77,16 +77,38 @@ def _has_a_function(tool: dict[str, Any]) -> dict[str, Any]:
 Tools = Annotated[Items[Annotated[dict[str, Any], AfterValidator(_has_a_function)]], Field(max_length=MAX_TOOLS)]
 
 
-def _empty(kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
+def empty(kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
     """Nothing by default. A literal would be checked and copied for each request."""
     return Field(default_factory=kind, json_schema_extra={"default": kind()})
 
 
-class _Body(BaseModel):
+class Part(BaseModel):
+    """An object of a request."""
+
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
-class StreamOptions(_Body):
+_UNIONS = {
+    "input": f"it is a string or a list of 1 to {MAX_MESSAGES} objects",
+    "prompt": "it is a string, a list of strings, a list of token ids (whole numbers from 0), or a list of such lists",
+    "stop": "it is a string or a list of strings",
+    "system": "it is a string or a list of objects",
+    "tool_choice": "it is a string or an object",
+}
+
+
+class RequestBody(Part):
+    """All of one. unsupported: fields that it cannot have yet. unions: what may stand in those of several types.
+
+    form: see `nested`.
+    """
+
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+    unions: ClassVar[dict[str, str]] = _UNIONS
+    form: ClassVar[str] = CHAT
+
+
+class StreamOptions(Part):
     """`stream_options`."""
 
     include_usage: bool = False
@@ -94,10 +116,8 @@ class StreamOptions(_Body):
     include_event_ids: bool = False  # not by default: there are clients that take each line for data
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(RequestBody):
     """What all generations share: sampling, stops, and how to answer."""
-
-    unsupported: ClassVar[frozenset[str]] = frozenset()
 
     model: Name | None = None
     stream: bool = False
@@ -110,12 +130,12 @@ class GenerationRequest(_Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: Int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST), _at_most(MAX_ID_LIST)] = _empty(dict)
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST), _at_most(MAX_ID_LIST)] = empty(dict)
     allowed_token_ids: Items[TokenId] | None = None
-    banned_token_ids: Items[TokenId] = _empty(list)
-    bad_words: Items[str] = _empty(list)
-    stop: str | Items[str] = _empty(list)
-    stop_token_ids: Items[TokenId] = _empty(list)
+    banned_token_ids: Items[TokenId] = empty(list)
+    bad_words: Items[str] = empty(list)
+    stop: str | Items[str] = empty(list)
+    stop_token_ids: Items[TokenId] = empty(list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -149,13 +169,13 @@ class ChatRequest(ChoicesRequest):
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
-    tools: Tools = _empty(list)
+    tools: Tools = empty(list)
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     modalities: Items[str] = ["text"]
     reasoning_effort: str | None = None
     documents: Items[dict[str, Any]] | None = None
-    chat_template_kwargs: TemplateKwargs = _empty(dict)
+    chat_template_kwargs: TemplateKwargs = empty(dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     parallel_tool_calls: bool = True
@@ -185,19 +205,20 @@ class ResponseRequest(GenerationRequest):
             "function_call", "context_management", "prompt", "previous_response_id", "conversation", "explain",
         }
     )  # fmt: skip
+    form = RESPONSE
 
     input: str | Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Int | None = None
     stream_options: dict[str, Any] | None = None
-    include: Items[str] = _empty(list)
+    include: Items[str] = empty(list)
     top_logprobs: Int | None = None
-    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = _empty(list)
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] = empty(list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    metadata: Metadata = _empty(dict)
+    metadata: Metadata = empty(dict)
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_retention: Name | None = None
@@ -207,23 +228,23 @@ class ResponseRequest(GenerationRequest):
     store: bool = False
     background: bool = False
     documents: Items[dict[str, Any]] | None = None
-    chat_template_kwargs: TemplateKwargs = _empty(dict)
+    chat_template_kwargs: TemplateKwargs = empty(dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     include_reasoning: bool = True
     separate_reasoning: bool = True
 
 
-class _RenderedRequest(_Body):
+class _RenderedRequest(RequestBody):
     """What a chat tells its template beside the messages, of which only the prompt is wanted."""
 
-    unsupported: ClassVar[frozenset[str]] = frozenset({"chat_template"})
+    unsupported = frozenset({"chat_template"})
 
     model: Name | None = None
     add_generation_prompt: bool | None = None  # by default, where no message is to be continued
     continue_final_message: bool = False
-    chat_template_kwargs: TemplateKwargs = _empty(dict)
-    tools: Tools = _empty(list)
+    chat_template_kwargs: TemplateKwargs = empty(dict)
+    tools: Tools = empty(list)
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     documents: Items[dict[str, Any]] | None = None
@@ -244,34 +265,17 @@ class TemplateRequest(_RenderedRequest):
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(RequestBody):
     """`POST /detokenize`."""
-
-    unsupported: ClassVar[frozenset[str]] = frozenset()
 
     model: Name | None = None
     tokens: Items[TokenId]
 
 
-Body = TypeVar(
-    "Body",
-    GenerationRequest,
-    ChatRequest,
-    CompletionRequest,
-    ResponseRequest,
-    TokenizeRequest,
-    TemplateRequest,
-    DetokenizeRequest,
-)
+Body = TypeVar("Body", bound=RequestBody)
 
 MAX_FIELDS = 256
 _CONVERSATIONS = frozenset({"previous_response_id", "conversation", "prompt"})
-_UNIONS = {
-    "input": f"it is a string or a list of 1 to {MAX_MESSAGES} objects",
-    "prompt": "it is a string, a list of strings, a list of token ids (whole numbers from 0), or a list of such lists",
-    "stop": "it is a string or a list of strings",
-    "tool_choice": "it is a string or an object",
-}
 _PRINTABLE = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_NAMES = 32
 
@@ -288,12 +292,12 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
             del present[name]
     fields = _fields_of(kind)
     strange = [name for name in present if name not in fields]
-    for name in rename(present, strange, fields) if strange else ():
+    for name in rename(present, strange, fields, kind.unsupported) if strange else ():
         if name in kind.unsupported or name in UNSUPPORTED or name.startswith(UNSUPPORTED_PREFIX):
             if is_off(name, present[name]):
                 continue
             why = "is not supported yet"
-            if kind is ResponseRequest and name in _CONVERSATIONS:
+            if kind.form == RESPONSE and name in _CONVERSATIONS:
                 why = "is not supported: this server keeps no conversations. Send their items again, as input"
             raise InvalidRequestError(f"{_shown(name)} {why}.", param=_shown(name))
     if isinstance(present.get("stream_options"), dict):
@@ -302,12 +306,11 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
     try:
         request = kind.model_validate(present)
     except ValidationError as error:
-        raise _invalid(error) from None
-    unknown = without_effect(present) if kind is ResponseRequest else []
-    unknown += [_shown(name) for name in (request.model_extra or {})]
+        raise _invalid(error, kind.unions) from None
+    unknown = without_effect(present, kind.form) + [_shown(name) for name in (request.model_extra or {})]
     if unknown and strict_params:
         raise _unknown_field(unknown[0])
-    inside = unknown_inside(present, of_response=kind is ResponseRequest) if strict_params else None
+    inside = unknown_inside(present, kind.form) if strict_params else None
     if inside is not None:
         where, name = inside
         raise _unknown_field(f"{where}.{_shown(name)}")
@@ -371,13 +374,13 @@ def _shown(name: str) -> str:
     return name if _PRINTABLE.fullmatch(name) else "(unprintable)"
 
 
-def _invalid(error: ValidationError) -> InvalidRequestError:
+def _invalid(error: ValidationError, unions: dict[str, str]) -> InvalidRequestError:
     """The first complaint, without the value that caused it. A union complains once per member: the field counts."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = [str(part) for part in first["loc"]]
     param = _shown(where[0]) if where else None
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is missing.", param=param, code="missing_required_parameter")
-    message = _UNIONS.get(param or "", first["msg"])
+    message = unions.get(param or "", first["msg"])
     place = f"{param}[{where[1]}]" if first["type"] == "tool" else param
     return InvalidRequestError(f"Invalid value for {place}: {message}.", param=param)

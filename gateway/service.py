@@ -234,7 +234,7 @@ class GatewayService:
         ]
         info.permit.correct(sum(lengths))
         answers = [""] * len(states)
-        if request.stream and not record.is_response:
+        if request.stream and not record.is_bound:
             answers = answers_of(record, [echo for _, echo in prompts])
         adds = [
             self._add_request(state, answer, request, record.response_id, info)

@@ -28,8 +28,8 @@ class StreamRecord:
     """One stream. `created` in Unix seconds; `model` is the name that the client used.
 
     after_prompt: its text goes on from the prompt's, as of a completion, or a chat that continues its last message.
-    prompt_alone: see `PromptState.is_alone`. telling: what is taken out of the text. is_response: a chat that is told
-    as an answer of `/v1/responses`, whose events count all that was told: no other gateway can go on with it.
+    prompt_alone: see `PromptState.is_alone`. telling: what is taken out of the text. is_bound: a chat that is told in
+    another `Form`, whose events depend on all that was told: no other gateway can go on with it.
     tokens_as_ids: log-probabilities name tokens by their ids. explain: see `explained`.
     """
 
@@ -47,7 +47,7 @@ class StreamRecord:
     after_prompt: bool
     prompt_alone: bool
     telling: Telling | None = None
-    is_response: bool = False
+    is_bound: bool = False
     tokens_as_ids: bool = False
     explain: bool = False
 

@@ -14,7 +14,12 @@ from gateway.generation import Generation
 from gateway.metrics import FAILED
 from novainfer import __version__
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
 _NS = 1_000_000_000
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from gateway.asked_calls import asked_calls, calls_or
 from gateway.asked_grammar import OUTPUTS, Asked, asked_grammar, make_grammar, thoughts_before
-from gateway.response_echo import Echo
 from gateway.routes.endpoint import Call
-from gateway.routes.generate import Manner, generate
+from gateway.routes.generate import Form, Manner, generate
 from gateway.schemas import ROLES, ChatRequest, TemplateRequest, TokenizeRequest, without_prompt
 from gateway.service import GatewayService
 from gateway.text_jobs import RenderJob
@@ -26,14 +25,14 @@ async def chat_completions(call: Call) -> None:
     await answer_chat(call, *await call.parse(ChatRequest))
 
 
-async def answer_chat(call: Call, request: ChatRequest, headers: dict[str, str], echo: Echo | None = None) -> None:
-    """Answer it; in the form of Responses, with what that repeats. The caller must not hold the request."""
+async def answer_chat(call: Call, request: ChatRequest, headers: dict[str, str], form: Form | None = None) -> None:
+    """Answer it, in another form than a chat's if one is given. The caller must not hold the request."""
     service = call.service
     wants_receipt = call.wants_receipt(request)
     model = service.check_model(request.model)
     refuse_unsupported(request)
-    calls, form = _asked(request, service)
-    asked = calls or form
+    calls, grammatical = _asked(request, service)
+    asked = calls or grammatical
     with service.admit_generation(call.info, request, 1):
         (token_ids,) = await call.encode(chat_job(request, service.max_model_len))
         grammar, parsers = "", service.parsers
@@ -44,12 +43,12 @@ async def answer_chat(call: Call, request: ChatRequest, headers: dict[str, str],
                 parsers = parsers._replace(reasoning=NONE)
             if calls is None:  # all of the answer is
                 parsers = parsers._replace(calls=NONE)
-        telling = telling_of(request, parsers, service.tokenizer, token_ids, calls_lead=form is not None)
+        telling = telling_of(request, parsers, service.tokenizer, token_ids, calls_lead=grammatical is not None)
         if (telling is None or telling.calls == NONE) and not grammar:
             request = _with_marks_of_calls(request)
         request = without_prompt(request, grammar)
         prompts = [(token_ids, "")]
-        await generate(call, request, prompts, headers, Manner(model, wants_receipt, telling, echo))
+        await generate(call, request, prompts, headers, Manner(model, wants_receipt, telling, form))
 
 
 def _asked(request: ChatRequest, service: GatewayService) -> tuple[Asked | None, Asked | None]:

@@ -159,7 +159,7 @@ class Endpoint:
             info.status = _CLIENT_GONE_STATUS
             return
         except (NovaInferError, ApiError) as error:
-            response = to_api_error(error, info.request_id).response()
+            response = to_api_error(error, info.request_id).response(self._path)
         if response is not None:
             await response(scope, receive, send)
         elif not info.status:  # a stream that had not begun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gateway.response_chat import as_chat
 from gateway.response_echo import Echo
+from gateway.response_events import ResponseForm
 from gateway.routes.chat import answer_chat
 from gateway.routes.endpoint import RECEIPT_HEADER, Call
 from gateway.schemas import ChatRequest, ResponseRequest
@@ -17,7 +18,7 @@ async def responses(call: Call) -> None:
     asked = [chat]
     del chat  # what is spent of it shall not be held while it is answered
     try:
-        await answer_chat(call, asked.pop(), headers, echo)
+        await answer_chat(call, asked.pop(), headers, ResponseForm(echo))
     except InvalidRequestError as error:
         raise echo.in_words(error) from None
 
