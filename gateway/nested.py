@@ -74,7 +74,8 @@ _MESSAGE_FIELDS: _Known = {
             **_TEXT_BLOCK,
             **dict.fromkeys(("id", "name", "input", "caller", "tool_use_id", "is_error")),
             **dict.fromkeys(("thinking", "signature", "data")),
-            "content": _TEXT_BLOCK,
+            "source": None,  # of media, which are refused in better words
+            "content": {**_TEXT_BLOCK, "source": None},
         },
     },
     "system": _TEXT_BLOCK,
