@@ -46,6 +46,7 @@ from tests.safety.table import (
     MESSAGES,
     PROMPT_IDS,
     RESPONSES,
+    TURNS,
     Case,
     Missing,
     Outcome,
@@ -55,7 +56,7 @@ from tests.servers import RunningServer
 
 _HEADER = struct.Struct("<QQQ")  # of a packet: link, number, origin
 
-PATHS = {CHAT: "/v1/chat/completions", "text": "/v1/completions", RESPONSES: "/v1/responses"}
+PATHS = {CHAT: "/v1/chat/completions", "text": "/v1/completions", RESPONSES: "/v1/responses", TURNS: "/v1/messages"}
 JSON = {"content-type": "application/json"}
 TOGETHER = 12  # HTTP requests in flight
 WITNESS_EVERY = 40  # cases of one connection
@@ -144,7 +145,11 @@ def _send_in_turn(server: RunningServer, door: str, share: Sequence[Case], alone
 
 def body_of(case: Case) -> bytes:
     """The JSON text, with what JSON has no word for written as some clients do."""
-    given = {CHAT: {"messages": MESSAGES}, RESPONSES: {"input": MESSAGES}}.get(case.door, {"prompt": PROMPT_IDS})
+    given: dict[str, Any] = {"prompt": PROMPT_IDS}
+    if case.door in (CHAT, TURNS):
+        given = {"messages": MESSAGES}
+    elif case.door == RESPONSES:
+        given = {"input": MESSAGES}
     most = "max_output_tokens" if case.door == RESPONSES else "max_tokens"
     base: dict[str, Any] = {most: 1, "temperature": 1.0, "seed": 1, **given}
     body = {**base, **case.row.beside, case.row.name: case.value}
@@ -161,7 +166,8 @@ def _send_one(http: httpx.Client, door: str, case: Case, report: Report) -> None
     found = _answer(case, reply)
     report.check(case, found)
     expected = case.expected
-    if found.startswith("refused") and reply.json()["error"]["code"] != expected.code and expected.code:
+    is_coded = found.startswith("refused") and door != TURNS
+    if is_coded and reply.json()["error"]["code"] != expected.code and expected.code:
         report.wrong.append(f"{case.label}: the code is {reply.json()['error']['code']}")
 
 
@@ -169,11 +175,15 @@ def _answer(case: Case, reply: httpx.Response) -> str:
     if reply.status_code == 200:
         return "accepted" if _is_whole(case, reply) else f"accepted, with a wrong answer: {reply.text[:200]}"
     error = reply.json().get("error", {})
-    shape = {"message": str, "type": str, "param": (str, type(None)), "code": (str, type(None))}
+    shape: dict[str, Any] = {"message": str, "type": str}
+    if case.door != TURNS:
+        shape |= {"param": (str, type(None)), "code": (str, type(None))}
     if set(error) != set(shape) or not all(isinstance(error[name], kind) for name, kind in shape.items()):
         return f"an answer of the wrong shape: {reply.text[:200]}"
     if not 0 < len(error["message"]) < 2048:
         return f"a message of {len(error['message'])} characters"
+    if case.door == TURNS:  # where nothing but the message says what is wrong
+        return f"refused {reply.status_code} {case.expected.param}"
     return f"refused {reply.status_code} {error['param']}"
 
 
@@ -183,10 +193,15 @@ def _is_whole(case: Case, reply: httpx.Response) -> bool:
         events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
         if case.door == RESPONSES:
             return '"status":"completed"' in events[-1] or '"status":"incomplete"' in events[-1]
+        if case.door == TURNS:
+            return events[-1] == '{"type":"message_stop"}' and "event: error" not in events
         return events[-1] == "[DONE]" and not any('"error"' in event for event in events)
     answer = reply.json()
     if case.door == RESPONSES:
         return answer["status"] in ("completed", "incomplete") and answer["usage"]["output_tokens"] >= 1
+    if case.door == TURNS:
+        ends = ("end_turn", "max_tokens", "stop_sequence")
+        return answer["stop_reason"] in ends and answer["usage"]["output_tokens"] >= 1
     wanted = _num_choices(case)
     reasons = [choice["finish_reason"] for choice in answer["choices"]]
     counted: int = answer["usage"]["completion_tokens"]

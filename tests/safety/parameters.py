@@ -13,7 +13,7 @@ from pathlib import Path
 
 from novainfer.transport.addresses import RunDir
 from tests.safety.doors import Report, gone_since, pids, send_over_http, send_to_scheduler, serving
-from tests.safety.table import CHAT, ENGINE, RESPONSES, TEXT, cases
+from tests.safety.table import CHAT, ENGINE, RESPONSES, TEXT, TURNS, cases
 from tests.servers import RunningServer
 
 
@@ -21,7 +21,7 @@ def send_table(server: RunningServer, run_dir: RunDir, *, one_in: int = 1) -> di
     """Every `one_in`-th case of every door, and what came of them. A process that died or held something is a fault."""
     before = pids(server)
     reports = {}
-    for door in (CHAT, TEXT, RESPONSES, ENGINE):
+    for door in (CHAT, TEXT, RESPONSES, TURNS, ENGINE):
         chosen = cases(door)[::one_in]
         reports[door] = send_to_scheduler(run_dir, chosen) if door == ENGINE else send_over_http(server, door, chosen)
         reports[door].deaths = len(gone_since(server, before))

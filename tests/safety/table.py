@@ -36,10 +36,10 @@ EOS = 633
 MODEL = "demo"
 
 ANY = "*"  # as a `param`
-CHAT, TEXT, RESPONSES, ENGINE = "chat", "text", "responses", "engine"
+CHAT, TEXT, RESPONSES, TURNS, ENGINE = "chat", "text", "responses", "messages", "engine"
 CHOICES = (CHAT, TEXT)  # with several answers to a request
 TALKS = (CHAT, RESPONSES)
-HTTP = (*CHOICES, RESPONSES)
+HTTP = (*CHOICES, RESPONSES, TURNS)
 PROMPT_IDS = [11, 12, 13]
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 CHAT_PROMPT_TOKENS = 12  # of those messages, rendered
@@ -152,6 +152,12 @@ NOT_IN_RESPONSES = (
     "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "return_token_ids",
     "return_tokens_as_token_ids", "receipt", "response_format", "reasoning_effort", "echo", "functions",
     "context_management", "prompt", "previous_response_id", "conversation", "explain",
+)  # fmt: skip
+NOT_IN_TURNS = (
+    "add_generation_prompt", "container", "continue_final_message", "documents", "echo", "explain", "functions",
+    "input", "logprobs", "max_completion_tokens", "max_new_tokens", "mcp_servers", "modalities", "n", "prompt",
+    "prompt_logprobs", "reasoning_effort", "receipt", "response_format", "return_token_ids",
+    "return_tokens_as_token_ids", "stream_options", "top_logprobs",
 )  # fmt: skip
 NOWHERE = (
     "chat_template", "logits_processors", "min_completion_tokens", "prompt_embeds",
@@ -368,6 +374,90 @@ STREAM_OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"include_obfuscation": False}, {"include_obfuscation": True}, {"include_event_ids": False},
     {"x": 1}, EVENT_IDS,
 )  # fmt: skip
+WORDS = {"type": "text", "text": "x"}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+USED = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+USER_BLOCKS: tuple[Any, ...] = (
+    WORDS, {**WORDS, "cache_control": {}}, RESULT, {**RESULT, "content": None}, {**RESULT, "content": [WORDS]},
+    {**RESULT, "is_error": True},
+)  # fmt: skip
+WRONG_BLOCKS: tuple[Any, ...] = (
+    {"type": "text"}, {**WORDS, "text": 5}, {**RESULT, "tool_use_id": 5}, {**RESULT, "content": 5},
+    {**RESULT, "content": [RESULT]}, {**RESULT, "is_error": 5}, {"type": "image"}, {"type": []}, {}, 5, None, USED,
+)  # fmt: skip
+TURN = Object(
+    (
+        *({"role": role, "content": "x"} for role in ("user", "system", "tool", None, 5, ["user"])),
+        *({"role": "user", "content": content} for content in ("", "\0", "\ud800", None, 5, [], {}, "<|im_end|>")),
+        *({"role": "user", "content": [block]} for block in (*USER_BLOCKS, *WRONG_BLOCKS)),
+        {"content": "x"}, {"role": "user"},
+    ),
+    lambda turn: is_turn(turn),
+)  # fmt: skip
+
+
+def is_turn(turn: dict[str, Any]) -> bool:
+    """Of a user: what goes on with an assistant's depends on the template."""
+    content = turn.get("content")
+    is_said = isinstance(content, str) or (
+        isinstance(content, list) and content != [] and all(block in USER_BLOCKS for block in content)
+    )
+    return turn.get("role") == "user" and is_said
+
+
+CUSTOM = {"name": "f", "input_schema": {}}
+CUSTOM_TOOL = Object(
+    (
+        CUSTOM, {**CUSTOM, "type": "custom"}, {**CUSTOM, "type": "bash_20250124"}, {**CUSTOM, "type": 5}, {},
+        {"name": "f"}, {"name": "f", "input_schema": []}, {**CUSTOM, "name": ""}, {**CUSTOM, "name": 5},
+        {**CUSTOM, "description": "d"}, {**CUSTOM, "description": 5}, {**CUSTOM, "x": 1},
+    ),
+    lambda tool: tool.get("type") in (None, "custom") and is_custom(tool),
+)  # fmt: skip
+
+
+def is_custom(tool: dict[str, Any]) -> bool:
+    name = isinstance(tool.get("name"), str) and tool["name"] != ""
+    return name and isinstance(tool.get("input_schema"), dict) and isinstance(tool.get("description"), str | None)
+
+
+CHOICE_ALONE = {"type": "auto", "disable_parallel_tool_use": True}
+RIGHT_CHOICES: tuple[dict[str, Any], ...] = ({"type": "auto"}, {"type": "none"}, CHOICE_ALONE)
+WRONG_CHOICES: tuple[dict[str, Any], ...] = (
+    {}, {"type": "any"}, {"type": "tool"}, {"type": "tool", "name": "f"}, {"type": 5}, {"type": "required"},
+    {"type": "auto", "disable_parallel_tool_use": 5},
+)  # fmt: skip
+RIGHT_THOUGHTS: tuple[dict[str, Any], ...] = (
+    {"type": "enabled"}, {"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1},
+    {"type": "enabled", "budget_tokens": None}, {"type": "disabled", "x": 1},
+)  # fmt: skip
+WRONG_THOUGHTS: tuple[dict[str, Any], ...] = (
+    {}, {"type": None}, {"type": []}, {"type": "on"}, {"budget_tokens": 5}, {"type": "enabled", "budget_tokens": 0},
+    {"type": "enabled", "budget_tokens": "5"}, {"type": "enabled", "budget_tokens": 1.5},
+)  # fmt: skip
+OUTPUT_FORMATS: tuple[dict[str, Any], ...] = (
+    {"type": "json_schema", "schema": {}}, {"type": "json_schema", "schema": {"type": "integer"}},
+    {"type": "json_schema"}, {"type": "json_schema", "schema": []}, {"type": "text"}, {},
+    {"type": "json_schema", "schema": {"type": "x"}},
+)  # fmt: skip
+CONFIGS: tuple[dict[str, Any], ...] = (
+    {}, {"effort": "low"}, {"effort": None}, {"effort": 5}, {"effort": "x" * 64}, {"effort": "x" * 65},
+    {"format": None}, {"format": 5}, *({"format": form} for form in OUTPUT_FORMATS),
+)  # fmt: skip
+
+
+def is_config(value: dict[str, Any]) -> bool:
+    effort, form = value.get("effort"), value.get("format")
+    is_effort = isinstance(effort, str | None) and len(effort or "") <= 64
+    return is_effort and (form is None or form in OUTPUT_FORMATS[:2])
+
+
+IDLE_EDIT = {"type": "clear_thinking_20251015", "keep": "all"}
+RIGHT_EDITS: tuple[dict[str, Any], ...] = ({}, {"edits": []}, {"edits": None}, {"edits": [IDLE_EDIT]}, {"x": 1})
+WRONG_EDITS: tuple[dict[str, Any], ...] = (
+    {"edits": 5}, {"edits": [5]}, {"edits": [{"type": "clear_tool_uses_20250919"}]},
+    {"edits": [{**IDLE_EDIT, "keep": 1}]},
+)  # fmt: skip
 PROMPT = Either(
     (
         Text(1),
@@ -469,7 +559,7 @@ def _requests() -> Iterator[Parameter]:
     ]
     examples += [{f"a{i}": [i] for i in range(count)} for count in (16, 17)]
     kwargs = Object((*examples, {"a": math.nan}), is_template_kwargs)
-    yield Parameter("chat_template_kwargs", kwargs, TALKS)
+    yield Parameter("chat_template_kwargs", kwargs, (*TALKS, TURNS))
     formats = ({}, {"type": "text"}, {"type": "json_object"}, {"type": 5}, {"type": None}, {"type": []})
     schemas = ({"name": "n", "schema": schema} for schema in ({}, {"type": "integer"}, {"type": "x"}, {"not": {}}, []))
     formats += tuple({"type": "json_schema", "json_schema": schema} for schema in (*schemas, {}, None, 5))
@@ -506,7 +596,7 @@ def _other_names() -> Iterator[Parameter]:
     yield Parameter("max_new_tokens", chat, (CHAT,), **length)
     yield Parameter("n_predict", Either((text, whole(-1, -1))), (TEXT,), **length)
     yield Parameter("n_predict", Either((chat, whole(-1, -1))), (CHAT,), **length)
-    yield Parameter("think", Either((Flag(), Text(words=("low", "medium", "high")))), TALKS)
+    yield Parameter("think", Either((Flag(), Text(words=("low", "medium", "high")))), (*TALKS, TURNS))
     yield Parameter("thinking", Object(THINKINGS, is_thinking), TALKS)
 
 
@@ -553,7 +643,41 @@ def _responses() -> Iterator[Parameter]:
     yield Parameter("n_predict", Nothing((-1,)), (RESPONSES,))
 
 
-ROWS = (*_sampling(), *_requests(), *_other_names(), *_messages(), *_responses())
+def _turns() -> Iterator[Parameter]:
+    """What only a message is asked for in."""
+    door = (TURNS,)
+    turns = ListOf(TURN, PLAIN, 1, 8192)
+    yield Parameter("messages", turns, door, null=False, required=True, refused=TOO_LONG_CHATS)
+    room = whole(1, CONTEXT - CHAT_PROMPT_TOKENS)
+    yield Parameter("max_tokens", room, door, null=False, required=True, beside=ENDS_AT_ONCE)
+    yield Parameter("stop_sequences", STOP, door)
+    words = ListOf(Object((WORDS, {**WORDS, "text": 5}, RESULT, {}), lambda block: block == WORDS), WORDS)
+    yield Parameter("system", Either((Text(), words)), door, refused=(MEGABYTE_TEXT,))
+    too_long = ([CUSTOM] * 255, [CUSTOM] * 256)  # as the template shows them
+    yield Parameter("tools", ListOf(CUSTOM_TOOL, CUSTOM, 0, 256), door, refused=too_long)
+    for name, right, wrong in (
+        ("tool_choice", RIGHT_CHOICES, WRONG_CHOICES),
+        ("thinking", RIGHT_THOUGHTS, WRONG_THOUGHTS),
+        ("output_format", OUTPUT_FORMATS[:2], OUTPUT_FORMATS[2:]),
+        ("context_management", RIGHT_EDITS, WRONG_EDITS),
+    ):
+        yield Parameter(name, _one_of(right, wrong), door)
+    yield Parameter("output_config", Object(CONFIGS, is_config), door)
+    users = ({}, {"user_id": "u"}, {"user_id": None}, {"user_id": 5}, {"x": 1})
+    yield Parameter("metadata", Object(users, lambda value: isinstance(value.get("user_id"), str | None)), door)
+    yield Parameter("cache_control", Object(({}, {"type": "ephemeral"})), door)
+    yield Parameter("service_tier", Text(), door)
+    yield from (Parameter(name, Nothing(EMPTY), door) for name in NOT_IN_TURNS)
+    yield Parameter("function_call", Nothing(("none", "auto")), door)
+    yield Parameter("n_predict", Nothing((-1,)), door)
+
+
+def _one_of(right: tuple[dict[str, Any], ...], wrong: tuple[dict[str, Any], ...]) -> Object:
+    """An object that is none of the wrong ones; what else the table sends is judged by the first of these."""
+    return Object((*right, *wrong), lambda value: value in right or ({} in right and value == {"a": 1}))
+
+
+ROWS = (*_sampling(), *_requests(), *_other_names(), *_messages(), *_responses(), *_turns())
 
 
 def cases(door: str) -> list[Case]:

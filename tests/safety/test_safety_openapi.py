@@ -13,12 +13,12 @@ from gateway.openapi import describe
 from gateway.openapi_schemas import ModelBounds
 from novainfer.sampling.params import INT_BOUNDS
 from tests.safety.fuzz import fuzz
-from tests.safety.table import CHAT, CONTEXT, RESPONSES, TEXT, VOCAB, cases
+from tests.safety.table import CHAT, CONTEXT, RESPONSES, TEXT, TURNS, VOCAB, cases
 
 pytestmark = pytest.mark.stage2
 
 CASES = 40  # examples of an operation
-BODIES = {CHAT: "ChatRequest", TEXT: "CompletionRequest", RESPONSES: "ResponseRequest"}
+BODIES = {CHAT: "ChatRequest", TEXT: "CompletionRequest", RESPONSES: "ResponseRequest", TURNS: "MessagesRequest"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_given_the_description_when_read_then_ids_are_unique_and_only_the_open_r
             assert link["operationId"] in {other["operationId"] for other in operations.values()}
 
 
-@pytest.mark.parametrize("door", [CHAT, TEXT, RESPONSES])
+@pytest.mark.parametrize("door", [CHAT, TEXT, RESPONSES, TURNS])
 def test_given_the_table_of_parameters_when_the_description_is_read_then_it_has_each_and_says_where_null_may_be(
     document: dict[str, Any], door: str
 ) -> None:
@@ -53,6 +53,9 @@ def test_given_the_table_of_parameters_when_the_description_is_read_then_it_has_
         assert may_be_null == row.null, name
     if door == RESPONSES:
         assert told["max_output_tokens"]["anyOf"][0]["maximum"] == CONTEXT - 1
+        return
+    if door == TURNS:
+        assert told["max_tokens"]["maximum"] == CONTEXT - 1
         return
     assert told["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": INT_BOUNDS["n"][1]}
     assert told["max_tokens"]["anyOf"][0]["maximum"] == CONTEXT - 1

@@ -11,14 +11,14 @@ from novainfer.sampling.params import SamplingParams, validate
 from novainfer.transport.addresses import RunDir
 from tests.safety.doors import PATHS, Report, serving
 from tests.safety.parameters import send_table
-from tests.safety.table import CHAT, ENGINE, MESSAGES, RESPONSES, TEXT, VOCAB, Outcome, cases
+from tests.safety.table import CHAT, ENGINE, MESSAGES, RESPONSES, TEXT, TURNS, VOCAB, Outcome, cases
 from tests.servers import RunningServer
 
 pytestmark = pytest.mark.stage2
 
 
 def test_given_the_table_when_cases_are_made_then_every_door_has_over_1200_of_all_outcomes() -> None:
-    for door in (CHAT, TEXT, RESPONSES, ENGINE):
+    for door in (CHAT, TEXT, RESPONSES, TURNS, ENGINE):
         every = cases(door)
         assert len(every) >= 1200
         wanted = set(Outcome) if door == ENGINE else {Outcome.ACCEPTED, Outcome.REFUSED}
@@ -26,7 +26,7 @@ def test_given_the_table_when_cases_are_made_then_every_door_has_over_1200_of_al
 
 
 def check(reports: dict[str, Report], one_in: int) -> None:
-    assert list(reports) == [CHAT, TEXT, RESPONSES, ENGINE]
+    assert list(reports) == [CHAT, TEXT, RESPONSES, TURNS, ENGINE]
     for report in reports.values():
         assert report.wrong == []
         assert report.deaths == 0
