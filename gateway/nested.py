@@ -103,10 +103,8 @@ _VERBOSITY = "medium"
 
 
 def without_effect(body: Mapping[str, Any], form: str) -> list[str]:
-    """What a body asks for in known fields, and does not get."""
+    """What a body of RESPONSE or MESSAGE asks for in known fields, and does not get."""
     found: list[str] = []
-    if form == CHAT:
-        return found
     text, thinking = body.get("text"), body.get("thinking")
     if form == RESPONSE and isinstance(text, dict) and text.get("verbosity") not in (None, _VERBOSITY):
         found.append("text.verbosity")

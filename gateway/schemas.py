@@ -307,7 +307,8 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
         request = kind.model_validate(present)
     except ValidationError as error:
         raise _invalid(error, kind.unions) from None
-    unknown = without_effect(present, kind.form) + [_shown(name) for name in (request.model_extra or {})]
+    unknown = [] if kind.form == CHAT else without_effect(present, kind.form)
+    unknown += [_shown(name) for name in (request.model_extra or {})]
     if unknown and strict_params:
         raise _unknown_field(unknown[0])
     inside = unknown_inside(present, kind.form) if strict_params else None

@@ -64,7 +64,22 @@ def responses(pair: Pair) -> None:
     assert "response.completed" in pair.post("/v1/responses", {**body, "stream": True}).text
 
 
-REQUESTS = [whole, streamed, streamed_chat, responses, refused_by_the_scheduler, left_by_its_client, over_its_time]
+def messages(pair: Pair) -> None:
+    body = {"messages": [{"role": "user", "content": "words"}], "max_tokens": 40}
+    assert pair.post("/v1/messages", body).json()["stop_reason"] == "end_turn"
+    assert "message_stop" in pair.post("/v1/messages", {**body, "stream": True}).text
+
+
+REQUESTS = [
+    whole,
+    streamed,
+    streamed_chat,
+    responses,
+    messages,
+    refused_by_the_scheduler,
+    left_by_its_client,
+    over_its_time,
+]
 
 
 @pytest.mark.parametrize("request_one", REQUESTS)
@@ -85,6 +100,7 @@ PROMPTS: list[tuple[str, dict[str, object]]] = [
     ("/v1/completions", {**BODY, **JUNK, "stream_options": {"include_usage": True, **JUNK}}),
     ("/v1/chat/completions", {**JUNK, "messages": [{"role": "user", "content": "words", **JUNK}]}),
     ("/v1/responses", {**JUNK, "input": [{"role": "user", "content": "words", **JUNK}]}),
+    ("/v1/messages", {**JUNK, "messages": [{"role": "user", "content": "words", **JUNK}]}),
 ]
 
 
@@ -104,8 +120,10 @@ def test_given_a_stream_that_is_not_at_its_end_when_looked_at_then_what_its_prom
     most = {"max_output_tokens" if is_response else "max_tokens": 8}
     with pair.http.stream("POST", path, json={**body, "stream": True, **most}) as response:
         events = response.iter_lines()
-        assert next(events).startswith("event: " if is_response else "data: ")
+        is_named = path in ("/v1/responses", "/v1/messages")
+        assert next(events).startswith("event: " if is_named else "data: ")
         assert num_marked() == before
         pair.scheduler.tokens_before_pause = None
         last = [line for line in events if line][-1]
-        assert last == "data: [DONE]" or (is_response and '"status":"incomplete"' in last)
+        ends = {"/v1/responses": '"status":"incomplete"', "/v1/messages": '"type":"message_stop"'}
+        assert ends.get(path, "data: [DONE]") in last

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ from hypothesis import strategies as st
 
 from gateway.errors import ApiError
 from gateway.message_blocks import BlockEvents, WholeBlocks
-from gateway.message_chat import as_chat, as_prompt
+from gateway.message_chat import Words, as_chat, as_prompt
+from gateway.message_events import MessageChunks
 from gateway.message_schemas import CountTokensRequest, MessagesRequest
 from gateway.routes.chat import chat_job
 from gateway.schemas import ChatRequest, parse
+from gateway.sse import SseResponse
+from gateway.stream_record import StreamRecord
 from novainfer.client.output import ChoiceDelta, ChoiceOutput
 from novainfer.errors import InvalidRequestError
 from novainfer.protocol.messages import TokenOutput
@@ -26,6 +32,7 @@ from novainfer.text.tokenizer import Tokenizer
 from tests.fakes import write_thinker
 from tests.messages import events_of, message_of, without_ids
 from tests.thinker import CALL, OTHER, TEXT
+from tests.unit.test_unit_poured_tokens import PROMPT, Server, settle
 
 pytestmark = pytest.mark.unit
 
@@ -429,3 +436,79 @@ def test_given_arguments_when_a_whole_answer_tells_them_then_as_the_model_spelle
     written = blocks.write()
     wanted = json.dumps({"INVALID_JSON": arguments}, separators=(",", ":")) if told is None else told
     assert written == f'[{{"type":"tool_use","id":"toolu_0","name":"f","input":{wanted}}}]'
+
+
+class MessageServer(Server):
+    """Its stream is a message's."""
+
+    def __init__(self, tokenizer: Tokenizer, **params: Any) -> None:
+        request = ChatRequest(messages=[USER], stream=True)
+        super().__init__(tokenizer, request, **params)
+        record = StreamRecord.of(request, "msg_1", 1, "m", receipt=False)
+        chunks = MessageChunks(self.generation, record, Words(array("h")))
+        self.response = SseResponse(self.generation, chunks, chunks.last, {}, 30.0)
+
+    def told(self) -> str:
+        """Text so far."""
+        deltas = [event["delta"] for event in self.events() if event["type"] == "content_block_delta"]
+        return "".join(delta["text"] for delta in deltas)
+
+
+def continuation(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    return tokenizer.decode([*PROMPT, *tokens])[len(tokenizer.decode(PROMPT)) :]
+
+
+def test_given_a_message_that_has_begun_when_plain_tokens_come_then_no_task_is_needed(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        server = MessageServer(tokenizer)
+        task = server.start()
+        server.come(0, 105)
+        await settle()
+        sent = server.num_sent
+        for place in range(1, 6):
+            server.come(place, 105 + place)
+        assert server.told() == continuation(tokenizer, [*range(105, 111)]), "at once"
+        assert server.num_sent == sent
+        task.cancel()
+        await asyncio.wait([task])
+        server.generation.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_given_any_pace_when_a_message_is_streamed_then_all_of_it_comes_once_and_in_order(
+    tokenizer: Tokenizer, seed: int
+) -> None:
+    rng = random.Random(seed)
+    tokens = [rng.randrange(3, 300) for _ in range(rng.randrange(2, 60))]
+
+    async def main() -> dict[str, Any]:
+        server = MessageServer(tokenizer)
+        task = server.start()
+        place = 0
+        while place < len(tokens):
+            count = min(rng.choice([1, 1, 1, 2, 5, 80]), len(tokens) - place)
+            is_last = place + count == len(tokens)
+            if count > 1 or is_last or place == 0:
+                part = tokens[place : place + count]
+                server.stream.push(TokenOutput("r", 0, place, part, "length" if is_last else None))
+            else:
+                server.come(place, tokens[place])
+            place += count
+            if rng.random() < 0.2:
+                server.cycle.flow.pause_writing()
+            if rng.random() < 0.7:
+                await settle()
+            if rng.random() < 0.7:
+                server.cycle.flow.resume_writing()
+        server.stream.end("r")
+        server.cycle.flow.resume_writing()
+        await asyncio.wait_for(task, 20)
+        server.generation.close()
+        return message_of(server.events())
+
+    message = asyncio.run(main())
+    wanted = continuation(tokenizer, tokens)
+    assert message["content"] == ([{"type": "text", "text": wanted}] if wanted else [])
+    assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", len(tokens))
