@@ -24,13 +24,27 @@ from gateway.errors import to_api_error
 from gateway.limits import QUOTA_HEADERS
 from gateway.message_schemas import CountTokensRequest, MessagesRequest
 from gateway.openapi import EVENTS, RouteSpec, describe
-from gateway.openapi_schemas import STATE, ModelBounds
-from gateway.routes import chat, completions, health, messages, models, pages, requests, responses, streams, tokenize
+from gateway.openapi_parts import ModelBounds
+from gateway.openapi_schemas import STATE
+from gateway.routes import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    models,
+    pages,
+    requests,
+    responses,
+    streams,
+    tokenize,
+)
 from gateway.routes.endpoint import Call, json_response, route
 from gateway.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     ResponseRequest,
     TemplateRequest,
     TokenizeRequest,
@@ -57,7 +71,7 @@ async def openapi(call: Call) -> Response:
     engine, num_texts = call.service.client.limits, call.service.num_token_ids
     bounds = ModelBounds(num_texts)
     if engine is not None:
-        bounds = ModelBounds(num_texts, engine.vocab_size, engine.max_model_len)
+        bounds = ModelBounds(num_texts, engine.vocab_size, engine.max_model_len, engine.hidden_size)
     return json_response(describe(ROUTES, bounds, title="NovaInfer", version=__version__))
 
 
@@ -67,6 +81,7 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("POST", "/v1/responses", responses.responses, "Response", ResponseRequest),
     RouteSpec("POST", "/v1/messages", messages.messages, "Message", MessagesRequest),
     RouteSpec("POST", "/v1/messages/count_tokens", messages.count_tokens, "TokenCount", CountTokensRequest),
+    RouteSpec("POST", "/v1/embeddings", embeddings.embeddings, "Embeddings", EmbeddingRequest),
     RouteSpec("GET", "/v1/models", models.list_models, "ModelList"),
     RouteSpec("GET", "/v1/models/{model_id:path}", models.get_model, "Model"),
     RouteSpec("POST", "/v1/requests/{request_id:path}/cancel", requests.cancel, "Cancelled"),

@@ -22,7 +22,7 @@ from novainfer.protocol.messages import EngineStats
 
 _TIMEOUT = TIMEOUT_HEADER.encode()
 Header = tuple[bytes, bytes]
-PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"})
 _BLANK = "\0"  # where an answer differs from the next one
 
 

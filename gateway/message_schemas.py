@@ -10,16 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gateway.nested import MESSAGE
-from gateway.schemas import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    GenerationRequest,
-    Int,
-    Items,
-    RequestBody,
-    TemplateKwargs,
-    empty,
-)
+from gateway.schema_fields import MAX_TOOLS, Int, Items, TemplateKwargs, empty
+from gateway.schemas import MAX_MESSAGES, GenerationRequest, RequestBody
 
 _UNIONS = {"stop": "it is a string or a list of strings", "system": "it is a string or a list of objects"}
 _OF_CHATS = frozenset(

@@ -14,7 +14,8 @@ from gateway.auth import OPEN_PATHS
 from gateway.errors import MESSAGE_PATHS
 from gateway.message_schemas import MessagesRequest
 from gateway.openapi_messages import MESSAGE_ERROR
-from gateway.openapi_schemas import ANSWERS, STATE, ModelBounds, complete_bodies
+from gateway.openapi_parts import ModelBounds
+from gateway.openapi_schemas import ANSWERS, STATE, complete_bodies
 from gateway.routes.endpoint import RECEIPT_HEADER, Handler, plain_path
 from gateway.schemas import ChatRequest, CompletionRequest, ResponseRequest
 

@@ -18,7 +18,8 @@ from gateway.openapi_parts import (
     tagged,
     told_object,
 )
-from gateway.schemas import MAX_MESSAGES, MAX_TOOLS
+from gateway.schema_fields import MAX_TOOLS
+from gateway.schemas import MAX_MESSAGES
 from novainfer.sampling.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 
 MESSAGE_ERROR = "MessageError"

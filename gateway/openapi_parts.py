@@ -1,13 +1,24 @@
-"""What the description's JSON schemas are made of."""
+"""What the description's JSON schemas are made of, and the bounds that depend on the model."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 Schema = dict[str, Any]
 
 STRING: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBounds:
+    """What depends on the model. `num_texts`: ids that are taken for text; `vocab_size`: width of the logits."""
+
+    num_texts: int
+    vocab_size: int = 2**31
+    max_model_len: int = 2**31  # tokens
+    hidden_size: int = 2**31  # numbers of an embedding
 
 
 def or_null(schema: Schema) -> Schema:

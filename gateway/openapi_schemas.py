@@ -6,7 +6,6 @@ Every optional field may also be null. Rules between fields (`min_tokens` and `m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from gateway.asked_grammar import FORMATS, NAME_PATTERN
 from gateway.explained import EXPLAINED_COUNTS, EXPLAINED_TIMES
@@ -27,22 +26,34 @@ from gateway.foreign_fields import (
     UNSUPPORTED_PREFIX,
 )
 from gateway.message_schemas import CountTokensRequest, MessagesRequest
+from gateway.openapi_embeddings import EMBEDDINGS, embedding_fields
 from gateway.openapi_messages import MESSAGE_ANSWERS, conversation_schemas, stop_schemas
-from gateway.openapi_parts import COUNT, STRING, Schema, array, integer, object_of, or_null, string, tagged, told_object
+from gateway.openapi_parts import (
+    COUNT,
+    STRING,
+    ModelBounds,
+    Schema,
+    array,
+    integer,
+    object_of,
+    or_null,
+    string,
+    tagged,
+    told_object,
+)
 from gateway.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
 from gateway.response_chat import ENCRYPTED, LOGPROBS, MAX_EFFORT, STREAM_OPTIONS, SUMMARIES
 from gateway.response_items import ITEM_ROLES
+from gateway.schema_fields import KWARG_NAME, MAX_TEMPLATE_KWARGS, MAX_TOOLS
 from gateway.schemas import (
-    KWARG_NAME,
     MAX_FIELDS,
     MAX_MESSAGES,
     MAX_PROMPTS,
-    MAX_TEMPLATE_KWARGS,
-    MAX_TOOLS,
     ROLES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     ResponseRequest,
     TemplateRequest,
     TokenizeRequest,
@@ -72,6 +83,7 @@ _NAME: Schema = {"type": "string", "pattern": NAME_PATTERN}
 _BODIES = (
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     ResponseRequest,
     MessagesRequest,
     CountTokensRequest,
@@ -81,21 +93,13 @@ _BODIES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelBounds:
-    """What depends on the model. `num_texts`: ids that are taken for text; `vocab_size`: width of the logits."""
-
-    num_texts: int
-    vocab_size: int = 2**31
-    max_model_len: int = 2**31  # tokens
-
-
 def complete_bodies(schemas: dict[str, Schema], bounds: ModelBounds) -> None:
     """Add to the models' own schemas, in place, what they do not say."""
     conversation = conversation_schemas() | {"chat_template_kwargs": _TEMPLATE_KWARGS}
     fields = {
         "ChatRequest": _sampling(bounds) | _chat(),
         "CompletionRequest": _sampling(bounds) | _completion(bounds),
+        "EmbeddingRequest": embedding_fields(bounds),
         "ResponseRequest": _sampling(bounds) | _response(),
         "MessagesRequest": _sampling(bounds) | conversation | stop_schemas(),
         "CountTokensRequest": conversation,
@@ -354,6 +358,7 @@ ANSWERS: dict[str, Schema] = MESSAGE_ANSWERS | {
     "ChatCompletion": _answer("chat.completion", object_of(index=COUNT, message=_SAID, **_CHAT_END)),
     "TextCompletion": _answer("text_completion", object_of(index=COUNT, text=STRING, **_END)),
     "Response": _RESPONSE,
+    "Embeddings": EMBEDDINGS,
     "Model": _MODEL,
     "ModelList": object_of(object={"const": "list"}, data=array(_MODEL, 1)),
     "Cancelled": object_of(id=STRING, object={"const": "request.cancelled"}, cancelled={"const": True}),

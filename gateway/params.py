@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from gateway.limits import Cost
-from gateway.schemas import ChatRequest, ChoicesRequest, CompletionRequest, GenerationRequest
+from gateway.schemas import ChatRequest, ChoicesRequest, CompletionRequest, EmbeddingRequest, GenerationRequest
 from novainfer.errors import InvalidRequestError
 from novainfer.protocol.messages import EngineInfo
 from novainfer.sampling.grammars import LARK
@@ -133,16 +133,23 @@ def _in_words_of(request: ChatRequest | CompletionRequest, error: InvalidRequest
     return InvalidRequestError(message, param=name or None, code=error.code)
 
 
-def estimate_cost(request: ChatRequest | CompletionRequest, num_prompts: int, body_bytes: int, context: int) -> Cost:
+def estimate_cost(
+    request: ChatRequest | CompletionRequest | EmbeddingRequest, num_prompts: int, body_bytes: int, context: int
+) -> Cost:
     """What a request will need, before its prompts are tokenised: two bytes of the body are taken for a token.
 
     No sequence needs more tokens than the model's `context`. Wrong values are for `resolve_params` to refuse.
     """
-    if isinstance(request, ChatRequest):
-        asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    asked: int | None
+    if isinstance(request, EmbeddingRequest):
+        asked, num_choices = 0, 1
+    elif isinstance(request, ChatRequest):
+        asked, num_choices = request.max_completion_tokens, request.n
+        asked = request.max_tokens if asked is None else asked
     else:
+        num_choices = request.n
         asked = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    sequences = num_prompts * max(request.n, 1)
+    sequences = num_prompts * max(num_choices, 1)
     return Cost(
         prompts=num_prompts,
         sequences=sequences,

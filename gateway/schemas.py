@@ -8,78 +8,32 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.foreign_fields import NO_OPS, UNSUPPORTED, UNSUPPORTED_PREFIX, changes_nothing, is_off, rename
 from gateway.nested import CHAT, RESPONSE, unknown_inside, without_effect
+from gateway.schema_fields import (
+    MAX_TOOLS,
+    Int,
+    Items,
+    Metadata,
+    Name,
+    TemplateKwargs,
+    TokenId,
+    Tools,
+    at_most,
+    empty,
+)
 from novainfer.errors import InvalidRequestError
 from novainfer.sampling.grammars import LARK
 from novainfer.sampling.params import MAX_ID_LIST
-from novainfer.text.chat_template import OWN_NAMES
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 MAX_PROMPTS = 1024
+MAX_INPUTS = 2048  # of an embedding request, as with OpenAI
 MAX_MESSAGES = 8192
-MAX_TOOLS = 256
-MAX_TEMPLATE_KWARGS = 16
-KWARG_NAME = r"^[A-Za-z][A-Za-z0-9_]{0,63}$"
-
-Name = Annotated[str, Field(max_length=1024)]
-Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(fail_fast=True)]  # a million complaints would hold the event loop
-
-
-def _at_most(count: int) -> BeforeValidator:
-    """Look at a map's size before its entries: each that is wrong would be a complaint of its own."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > count:
-            raise ValueError(f"more than {count} entries")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _not_ours(name: str) -> str:
-    if name in OWN_NAMES:
-        raise ValueError("a name that is the server's own")
-    return name
-
-
-TemplateKwargs = Annotated[
-    dict[Annotated[str, Field(pattern=KWARG_NAME), AfterValidator(_not_ours)], Any],
-    Field(max_length=MAX_TEMPLATE_KWARGS),
-    _at_most(MAX_TEMPLATE_KWARGS),
-]
-
-
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
-    _at_most(16),
-]
-
-
-def _has_a_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """All else in it is the caller's and the template's matter."""
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        raise PydanticCustomError("tool", "a tool is an object with a function that has a name")
-    return tool
-
-
-Tools = Annotated[Items[Annotated[dict[str, Any], AfterValidator(_has_a_function)]], Field(max_length=MAX_TOOLS)]
-
-
-def empty(kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
-    """Nothing by default. A literal would be checked and copied for each request."""
-    return Field(default_factory=kind, json_schema_extra={"default": kind()})
 
 
 class Part(BaseModel):
@@ -116,10 +70,20 @@ class StreamOptions(Part):
     include_event_ids: bool = False  # not by default: there are clients that take each line for data
 
 
-class GenerationRequest(RequestBody):
-    """What all generations share: sampling, stops, and how to answer."""
+class EngineRequest(RequestBody):
+    """What all share that an engine works on."""
 
     model: Name | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,128}$")] = ""
+    prefix_cache: bool = True
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    user: str | None = None
+
+
+class GenerationRequest(EngineRequest):
+    """What all generations share: sampling, stops, and how to answer."""
+
     stream: bool = False
     min_tokens: Int = 0
     temperature: float | None = None
@@ -130,7 +94,7 @@ class GenerationRequest(RequestBody):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: Int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST), _at_most(MAX_ID_LIST)] = empty(dict)
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ID_LIST), at_most(MAX_ID_LIST)] = empty(dict)
     allowed_token_ids: Items[TokenId] | None = None
     banned_token_ids: Items[TokenId] = empty(list)
     bad_words: Items[str] = empty(list)
@@ -139,11 +103,6 @@ class GenerationRequest(RequestBody):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    add_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,128}$")] = ""
-    prefix_cache: bool = True
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    user: str | None = None
     structured_outputs: dict[str, Any] | None = None
 
 
@@ -192,6 +151,18 @@ class CompletionRequest(ChoicesRequest):
     echo: bool = False
     logprobs: Int | None = None
     response_format: dict[str, Any] | None = None
+
+
+class EmbeddingRequest(EngineRequest):
+    """`POST /v1/embeddings`. normalize: None: as the checkpoint does."""
+
+    unsupported = frozenset({"messages", "embed_dtype", "endianness", "input_type", "instruction", "prompt_name"})
+    unions = _UNIONS | {"input": _UNIONS["prompt"]}
+
+    input: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Int | None = None
+    normalize: bool | None = None
 
 
 class ResponseRequest(GenerationRequest):
@@ -285,7 +256,7 @@ def parse(kind: type[Body], body: dict[str, Any], *, strict_params: bool) -> tup
 
     Raises `InvalidRequestError` for the first field that is wrong, not supported yet or (strict_params) unknown.
     """
-    _check_size(body)
+    _check_size(kind, body)
     present = {name: value for name, value in body.items() if value is not None}
     for name in NO_OPS.keys() & present.keys() & kind.unsupported:
         if changes_nothing(name, present):
@@ -353,18 +324,24 @@ def _fields_of(kind: type[BaseModel]) -> frozenset[str]:
     return frozenset(kind.model_fields)
 
 
-def _check_size(body: dict[str, Any]) -> None:
+def _check_size(kind: type[Body], body: dict[str, Any]) -> None:
     """Of what takes the schema long: whatever is wrong with it, others must not wait for that."""
     if len(body) > MAX_FIELDS:
         raise InvalidRequestError(f"The request body has more than {MAX_FIELDS} fields.")
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
-        raise too_many_prompts()
+    prompts = body.get("input" if kind is EmbeddingRequest else "prompt")
+    most = MAX_INPUTS if kind is EmbeddingRequest else MAX_PROMPTS
+    if isinstance(prompts, list) and len(prompts) > most and not isinstance(prompts[0], int):
+        raise too_many_inputs() if kind is EmbeddingRequest else too_many_prompts()
 
 
 def too_many_prompts() -> InvalidRequestError:
     """Or none at all."""
     return InvalidRequestError(f"prompt must hold 1 to {MAX_PROMPTS} prompts.", param="prompt")
+
+
+def too_many_inputs() -> InvalidRequestError:
+    """The same of an embedding request."""
+    return InvalidRequestError(f"input must hold 1 to {MAX_INPUTS} texts or lists of token ids.", param="input")
 
 
 def _unknown_field(path: str) -> InvalidRequestError:

@@ -23,7 +23,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.params import check_repeated, chosen_seed, default_length, draw_seed, estimate_cost, resolve_params
 from gateway.quotas import quotas_of
 from gateway.receipts import ModelDigest, Receipts
-from gateway.schemas import ChatRequest, CompletionRequest
+from gateway.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from gateway.stream_record import StreamRecord, answers_of
 from gateway.text_process import TextProcesses
 from gateway.tracing import Tracing
@@ -31,6 +31,7 @@ from novainfer.checkpoint import resolve_checkpoint, vocab_size
 from novainfer.client.engine_client import EngineClient
 from novainfer.client.engine_link import EngineLink
 from novainfer.config import ServeConfig
+from novainfer.embedding import read_pooling
 from novainfer.errors import InvalidRequestError, OverloadedError
 from novainfer.protocol.messages import AddRequest, EngineInfo, EngineStats
 from novainfer.sampling.params import SamplingParams
@@ -94,7 +95,9 @@ class GatewayService:
         )
         try:
             self.tokenizer = Tokenizer.load(folder)
-            known_ids = vocab_size(resolve_checkpoint(model.model, revision=model.revision))
+            checkpoint = resolve_checkpoint(model.model, revision=model.revision)
+            self.pooling = read_pooling(checkpoint)
+            known_ids = vocab_size(checkpoint)
             self.tokenizer.check_fits(known_ids)
             self.parsers = parsers_of(
                 self.tokenizer, model.tool_call_parser, model.reasoning_parser, model.chat_template
@@ -283,7 +286,7 @@ class GatewayService:
         return Admission(self.limits, self._refusals, info, cost, room)
 
     def admit_generation(
-        self, info: RequestInfo, request: ChatRequest | CompletionRequest, num_prompts: int
+        self, info: RequestInfo, request: ChatRequest | CompletionRequest | EmbeddingRequest, num_prompts: int
     ) -> Admission:
         """The same for a generation, before the work of rendering and tokenising it."""
         try:

@@ -19,6 +19,7 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
+    "/v1/embeddings": "embeddings",
 }
 _NS = 1_000_000_000
 

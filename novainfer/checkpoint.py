@@ -24,6 +24,8 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*.jinja",
     "generation_config.json",
     "config.json",
+    "modules.json",
+    "*_*/config.json",  # of sentence-transformers' modules
 )
 # The sizes in a config.json, by all the names that they have, and the largest that is no slip of the pen.
 _SIZES = {

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 VOCAB_SIZE = 64  # of states that have no model
 
-_ROW_FIELDS = ("prompt_len", "num_computed_tokens", "choice", "stop_token_ids")
+_ROW_FIELDS = ("prompt_len", "num_computed_tokens", "choice", "stop_token_ids", "embed")
 
 
 def new_row(row: int, token_ids: Sequence[int], block_ids: Sequence[int], **fields: Any) -> NewRow:

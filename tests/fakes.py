@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,6 +120,14 @@ class _Live:
     request: AddRequest
     counts: list[int]
     done: list[bool] = field(default_factory=list)
+
+
+HIDDEN_SIZE = 8  # of the scripted scheduler's model
+
+
+def scripted_vector(prompt: Sequence[int]) -> bytes:
+    """The embedding of a prompt, as the scripted scheduler gives it."""
+    return struct.pack(f"<{HIDDEN_SIZE}f", *[(7 * i + 3 * sum(prompt) + len(prompt)) % 23 - 11.5 for i in range(8)])
 
 
 class ScriptedScheduler(ServingThread):
@@ -287,6 +296,10 @@ class ScriptedScheduler(ServingThread):
 
     def _next_token(self, live: _Live, choice: int) -> TokenOutput | None:
         index, request = live.counts[choice], live.request
+        if request.embed and self.tokens_before_pause is None:
+            live.done[choice] = True
+            vector = scripted_vector(request.prompt_token_ids)
+            return TokenOutput(request.request_id, choice, 0, [], FINISH_STOP, num_cached_tokens=4, embedding=vector)
         paused = self.tokens_before_pause is not None and index >= self.tokens_before_pause
         if live.done[choice] or paused:
             return None
@@ -341,7 +354,7 @@ class ScriptedScheduler(ServingThread):
         )  # fmt: skip
 
     def _send_info(self) -> None:
-        limits = (self.vocab_size, self.max_model_len, 16, 100, 8, self.mode) if self.ready else ()
+        limits = (self.vocab_size, self.max_model_len, 16, 100, 8, self.mode, HIDDEN_SIZE) if self.ready else ()
         self.send_all(EngineInfo(self.epoch, self.ready, *limits))
 
     def _send(self, identity: bytes, message: object) -> None:

@@ -22,6 +22,7 @@ from novainfer.protocol.messages import Logprobs
 from novainfer.protocol.step import RowPromptLogprobs, StepPlan, StepResult
 from workers.decode_graphs import DecodeGraphs, Graph
 from workers.drafts import NOT_FINITE, true_places
+from workers.embedding import Embedded, Places, split_off
 from workers.grammars import Grammars
 from workers.graphs import Rank, Record
 from workers.input_batch import InputBatch, PromptSpan, StepRows
@@ -60,6 +61,7 @@ class PendingStep:
     prompts: list[PromptResult]
     done: torch.cuda.Event | None  # None: the host computed everything itself
     num_drafted: list[int] = field(default_factory=list)  # see `StepResult`
+    embedded: Embedded | None = None
 
     def finish(self) -> StepResult:
         """Wait for the device and make the result."""
@@ -71,7 +73,7 @@ class PendingStep:
         if sampled is not None:
             refused = {row: why for row, why in sampled.refused().items() if row not in bad}
             bad.update(sampled.rows[sampled.is_bad.numpy()].tolist())
-        return StepResult(
+        result = StepResult(
             epoch=self.plan.epoch,
             step=self.plan.step,
             rows=column() if sampled is None else column(sampled.rows.tolist()),
@@ -82,6 +84,9 @@ class PendingStep:
             num_drafted=self.num_drafted,
             refused=refused,
         )
+        if self.embedded is not None:
+            self.embedded.add_to(result, self.plan)
+        return result
 
 
 class ModelRunner:
@@ -141,20 +146,28 @@ class ModelRunner:
             self._sampler.expect(plan.new_rows, self.states)
         self.cache.copy_blocks(plan.copy_src, plan.copy_dst)
         sampled: Sampled | None = None
+        embedded: Embedded | None = None
         prompts: list[PromptResult] = []
         num_drafts = self._find_drafts(plan) if plan.num_drafts else None
-        if self._graphs is not None and (graph := self._graphs.decodes.take(plan)) is not None:
+        embedding = self.states.embedding  # a graph of decodes knows nothing of such rows
+        is_plain = not embedding or embedding.isdisjoint(plan.rows)
+        if self._graphs is not None and is_plain and (graph := self._graphs.decodes.take(plan)) is not None:
             sampled = self._launch_graph(graph, np.array(plan.rows, np.int64))
         elif plan.rows:
             step = StepRows.of(self.states, plan, num_drafts)
             hidden, sample_hidden = self._forward(step)
             prompts = [prompt for span in step.prompt_spans if (prompt := self._prompt_logprobs(hidden, span))]
             self.states.advance(step.rows, step.num_new_tokens)
-            sampled = self._sample(hidden, sample_hidden, step)
+            places = Places(
+                hidden if sample_hidden is None else hidden[sample_hidden], step.sample_rows, step.sample_ahead
+            )
+            if not is_plain:
+                embedded, places = split_off(places, embedding)
+            sampled = self._sample(places)
         if self._tp.rank != 0:
             return None
         drafted = [] if num_drafts is None else num_drafts[: len(plan.num_drafts)].tolist()
-        return self._pending(plan, sampled, prompts, drafted)
+        return self._pending(PendingStep(plan, sampled, prompts, None, drafted, embedded))
 
     def _forward(self, step: StepRows) -> tuple[Tensor, Tensor | None]:
         """Hidden states [K, hidden], and which of them the sampled tokens follow: [S] int64, or None for all."""
@@ -185,12 +198,11 @@ class ModelRunner:
         )
         return found if found.any() else None
 
-    def _sample(self, hidden: Tensor, sample_hidden: Tensor | None, step: StepRows) -> Sampled | None:
+    def _sample(self, places: Places) -> Sampled | None:
         """Sample on rank 0 and append the tokens to the rows of all ranks."""
-        if not len(step.sampling):
+        chosen, rows, ahead = places
+        if not len(rows):
             return None
-        rows, ahead = step.sample_rows, step.sample_ahead
-        chosen = hidden if sample_hidden is None else hidden[sample_hidden]
         picked = self._sampler.pick(partial(self._model.pick, chosen), rows, self.states, ahead)
         if picked is not None:
             return self._append(picked, picked.token_ids, rows, ahead)
@@ -245,12 +257,11 @@ class ModelRunner:
             return None
         return PromptResult(span, concatenate(parts), ~torch.isfinite(torch.stack(maxima)).all())
 
-    def _pending(
-        self, plan: StepPlan, sampled: Sampled | None, prompts: list[PromptResult], num_drafted: list[int]
-    ) -> PendingStep:
+    def _pending(self, step: PendingStep) -> PendingStep:
         """Start the copies to the host."""
         if self.states.device.type == "cpu":
-            return PendingStep(plan, sampled, prompts, None, num_drafted)
+            return step
+        sampled, prompts, embedded = step.sampled, step.prompts, step.embedded
         with self._copies.begin() as to_host:
             if sampled is not None:
                 sampled = replace(
@@ -261,9 +272,11 @@ class ModelRunner:
                     logprobs=None if sampled.logprobs is None else sampled.logprobs.map(to_host),
                 )
             prompts = [PromptResult(p.span, p.logprobs.map(to_host), to_host(p.is_bad)) for p in prompts]
+            if embedded is not None:
+                embedded = replace(embedded, vectors=to_host(embedded.vectors))
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return PendingStep(plan, sampled, prompts, done, num_drafted)
+        return PendingStep(step.plan, sampled, prompts, done, step.num_drafted, embedded)
 
 
 class HostCopies:

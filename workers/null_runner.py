@@ -44,7 +44,9 @@ class NullStep:
 class NullRunner:
     """Follows the rows just as far as to know which of them sample. See `Runner`."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, *, is_first: bool, step_seconds: float = 0.0) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, *, is_first: bool, step_seconds: float = 0.0, hidden_size: int = 1
+    ) -> None:
         """`is_first`: the rank that answers. `step_seconds`: from one step's end to the next one's."""
         self.progress = 0
         self._is_first = is_first
@@ -52,6 +54,8 @@ class NullRunner:
         self._due = 0.0  # when the newest step is done
         self._first = min(_FIRST_TOKEN, vocab_size - 1)
         self._count = max(min(_NUM_TOKENS, vocab_size - self._first), 1)
+        self._vector = np.ones(hidden_size, "<f4").tobytes()  # an embedding
+        self._embeds: set[int] = set()  # rows; of those that are no more, some
         self._num_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_computed = np.zeros(max_num_seqs, np.int64)
 
@@ -61,6 +65,7 @@ class NullRunner:
         for new in plan.new_rows:
             self._num_tokens[new.row] = len(new.token_ids)
             self._num_computed[new.row] = new.num_computed_tokens
+            (self._embeds.add if new.embed else self._embeds.discard)(new.row)
         rows = np.array(plan.rows, np.int64)
         self._num_computed[rows] += np.array(plan.num_new_tokens, np.int64)
         sampled = rows[self._num_computed[rows] == self._num_tokens[rows]]
@@ -70,7 +75,10 @@ class NullRunner:
             return None
         self._due = max(self._due, time.monotonic()) + self._step_seconds
         columns = column_from(sampled.tobytes()), column_from(token_ids.tobytes())
-        return NullStep(StepResult(plan.epoch, plan.step, *columns), self._due)
+        embeddings: dict[int, bytes] = {}
+        if self._embeds:
+            embeddings = dict.fromkeys(self._embeds.intersection(sampled.tolist()), self._vector)
+        return NullStep(StepResult(plan.epoch, plan.step, *columns, embeddings=embeddings), self._due)
 
     def drop_rows(self) -> None:
         """See `Runner`."""
@@ -95,6 +103,9 @@ def null_runner(config: ServeConfig, place: RankPlace) -> tuple[NullRunner, Exec
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens or max(MOST_STEP_TOKENS, max_num_seqs),
         mode=_MODE.format(ranks=place.world_size),
+        hidden_size=text.hidden_size,
     )
     seconds = config.parallel.null_step_ms / 1000
-    return NullRunner(max_num_seqs, text.vocab_size, is_first=place.rank == 0, step_seconds=seconds), info
+    is_first, hidden_size = place.rank == 0, text.hidden_size
+    runner = NullRunner(max_num_seqs, text.vocab_size, is_first=is_first, step_seconds=seconds, hidden_size=hidden_size)
+    return runner, info

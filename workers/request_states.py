@@ -61,12 +61,14 @@ class RequestStates:
         self.prompt_len: IntArray = np.zeros(rows, np.int64)
         self.num_row_blocks: IntArray = np.zeros(rows, np.int64)
         self.sampling = SamplingRows(rows, device)
+        self.embedding: set[int] = set()  # rows in use that want no token but their hidden state: see `NewRow.embed`
 
     def apply(self, plan: StepPlan) -> None:
         """Free, take and extend rows as the plan says, and check that the plan can run. Raises `EngineError`."""
         for row in plan.freed_rows:
             self._check_in_use(row)
             self.in_use[row] = False
+            self.embedding.discard(row)
             self.sampling.forget(row)
         for new in plan.new_rows:
             self._take(new)
@@ -83,6 +85,7 @@ class RequestStates:
         for row in np.flatnonzero(self.in_use).tolist():
             self.sampling.forget(row)
         self.in_use[:] = False
+        self.embedding.clear()
 
     def append(self, rows: IntArray, token_ids: Tensor, ahead: IntArray | None = None) -> None:
         """Add the sampled token_ids [B] int64 (device) to `rows` [B].
@@ -131,6 +134,8 @@ class RequestStates:
             raise EngineError(f"row {row}: a token id is outside 0..{self.limits.vocab_size - 1}")
         self.sampling.set(new)
         self.in_use[row] = True
+        if new.embed:
+            self.embedding.add(row)
         self.num_tokens[row] = count
         self.num_computed_tokens[row] = new.num_computed_tokens
         self.prompt_len[row] = new.prompt_len
@@ -193,5 +198,7 @@ class RequestStates:
             ends += drafts
         if (ends > self.num_row_blocks[rows] * self.limits.block_size).any():
             raise EngineError("plan computes tokens that a row has no block for")
-        if ends.max() >= self.limits.max_model_len and (samples & (ends >= self.limits.max_model_len)).any():
+        if ends.max() >= self.limits.max_model_len and not self.embedding.issuperset(
+            rows[samples & (ends >= self.limits.max_model_len)].tolist()
+        ):
             raise EngineError(f"plan samples a token beyond max_model_len ({self.limits.max_model_len})")

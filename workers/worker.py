@@ -159,6 +159,7 @@ class Worker:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             can_draft=device.type == "cpu",
             mode=str(mode),
+            hidden_size=model.spec.hidden_size,
         )
         own = _fingerprint_of(runner, mode, tp, checksum, num_tokens) if mode.is_exact else ""
         return cls(runner, info, tp, 1 if device.type == "cpu" else 2, cache, own, weight_file)

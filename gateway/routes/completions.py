@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 from gateway.asked_grammar import asked_grammar, make_grammar
@@ -9,6 +10,7 @@ from gateway.routes.endpoint import Call
 from gateway.routes.generate import Manner, generate
 from gateway.schemas import MAX_PROMPTS, CompletionRequest, too_many_prompts, without_prompt
 from gateway.text_jobs import DecodeJob, EncodeJob, pack_ids
+from novainfer.errors import InvalidRequestError
 
 Prompt = str | list[int]
 
@@ -30,14 +32,18 @@ async def completions(call: Call) -> None:
         await generate(call, request, encoded, headers, Manner(model, wants_receipt))
 
 
-def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """One or many prompts, as a list. A list of integers is one prompt."""
+def split_prompts(
+    prompt: str | list[str] | list[int] | list[list[int]],
+    most: int = MAX_PROMPTS,
+    refusal: Callable[[], InvalidRequestError] = too_many_prompts,
+) -> list[Prompt]:
+    """One or many prompts, as a list. A list of integers is one prompt. Raises `refusal` for none, or above `most`."""
     if isinstance(prompt, str):
         return [prompt]
     is_one = bool(prompt) and isinstance(prompt[0], int)  # the schema has no lists of both kinds
     prompts = cast(list[Prompt], [prompt] if is_one else prompt)
-    if not prompts or len(prompts) > MAX_PROMPTS:
-        raise too_many_prompts()
+    if not prompts or len(prompts) > most:
+        raise refusal()
     return prompts
 
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.body import ClientGone, read_json
 from gateway.context import RequestInfo, request_info
 from gateway.errors import ApiError, to_api_error
-from gateway.schemas import Body, ChoicesRequest, GenerationRequest, parse
+from gateway.schemas import Body, ChoicesRequest, EngineRequest, parse
 from gateway.service import GatewayService
 from gateway.slices import to_json
 from gateway.text_jobs import DecodeJob, EncodeJob, Job, RenderJob, unpack_ids
@@ -59,14 +59,14 @@ class Call:
         Raises `OverloadedError` before the body of a generation is parsed, if not even the smallest had room.
         """
         service = self.service
-        if issubclass(kind, GenerationRequest):
+        if issubclass(kind, EngineRequest):
             await service.wait_for_engine()
         body = await read_json(
             self.scope,
             self.receive,
             max_bytes=service.max_body_bytes,
             budget=service.body_budget,
-            check=partial(service.refuse_if_full, self.info) if issubclass(kind, GenerationRequest) else lambda: None,
+            check=partial(service.refuse_if_full, self.info) if issubclass(kind, EngineRequest) else lambda: None,
         )
         request, ignored = parse(kind, body, strict_params=service.config.server.strict_params)
         return request, {"x-novainfer-ignored": ",".join(ignored)} if ignored else {}

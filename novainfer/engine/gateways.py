@@ -19,6 +19,7 @@ from novainfer.scheduler.batch import PlainTokens
 from novainfer.scheduler.request import Request, Sequence
 
 _MOST_TOKENS = 2**20  # in one batch: 24 MiB of columns
+_MOST_VECTOR_BYTES = 32 * 1024 * 1024  # of embeddings, in one batch
 
 
 class Owners(dict[str, bytes]):
@@ -171,14 +172,28 @@ class _Held:
         """All of it, in the order in which it is to be sent."""
         messages = [*self._others]
         if self._batches:
-            outputs = [merge_outputs(parts) for parts in self._outputs.values()]
+            outputs, *later = _cut([merge_outputs(parts) for parts in self._outputs.values()])
             *earlier, last = _joined(self._batches)
             messages += [replace(batch, outputs=[], prompt_logprobs=[], notes=[]) for batch in earlier]
             notes = list(self._notes.values())
             messages.append(replace(last, outputs=outputs, prompt_logprobs=self._prompt_logprobs, notes=notes))
+            messages += [OutputBatch(last.epoch, last.step, part) for part in later]
         if self._info is not None:  # last: its epoch may be newer than the outputs', which would count as stale
             messages.append(self._info)
         return messages
+
+
+def _cut(outputs: list[TokenOutput]) -> list[list[TokenOutput]]:
+    """In parts, in order, the embeddings of each of which fit into one message; at least one."""
+    parts: list[list[TokenOutput]] = [[]]
+    size = 0
+    for output in outputs:
+        size += len(output.embedding)
+        if parts[-1] and size > _MOST_VECTOR_BYTES:
+            parts.append([])
+            size = len(output.embedding)
+        parts[-1].append(output)
+    return parts
 
 
 def _joined(batches: list[OutputBatch]) -> Iterator[OutputBatch]:

@@ -18,6 +18,7 @@ def describe(info: ExecutorInfo, epoch: int, max_num_seqs: int) -> EngineInfo:
         num_blocks=info.num_blocks,
         max_num_seqs=min(info.max_num_seqs, max_num_seqs),
         mode=info.mode,
+        hidden_size=info.hidden_size,
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import count
 from types import TracebackType
@@ -15,33 +15,22 @@ from typing import Any
 from tqdm import tqdm
 
 from novainfer.checkpoint import check_model, check_split, resolve_checkpoint, vocab_size
-from novainfer.client.output import ChoiceDelta, ChoiceOutput, TokenLogprob, describe_prompt
+from novainfer.client.output import ChoiceOutput
 from novainfer.config import DEMO_MODEL, ServeConfig, check
+from novainfer.embedding import check_dimensions, finish_vector, numbers_of, read_pooling
 from novainfer.engine.core import EngineCore
 from novainfer.entrypoints.chats import ChatPrompts, Manner, check_conversations
 from novainfer.entrypoints.foreign_flags import flag_without_effect, log_without_effect, why_refused
+from novainfer.entrypoints.offline import Live, OnToken, checked_ids, checked_text, result_of
 from novainfer.entrypoints.options import OPTIONS, build_config, parse_yaml_value
 from novainfer.errors import ConfigError, InvalidRequestError
 from novainfer.executor.base import OwnExecutor
-from novainfer.protocol.messages import AddRequest, Logprobs, TokenOutput
+from novainfer.protocol.messages import AddRequest, TokenOutput
 from novainfer.sampling.grammars import check_grammar
 from novainfer.sampling.params import MAX_SEED, SamplingParams, validate
 from novainfer.text.tokenizer import Tokenizer
 
-OnToken = Callable[[str, ChoiceDelta], None]
 Prompt = str | list[int]
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request that has not ended: its choices as text, and what was asked."""
-
-    message: AddRequest
-    choices: list[ChoiceOutput]
-    on_token: OnToken | None
-    deltas: list[list[ChoiceDelta]]
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -66,6 +55,7 @@ class LLM:
         at = folder if names.tokenizer is None else resolve_checkpoint(names.tokenizer, revision=names.revision)
         self.tokenizer = Tokenizer.load(at)
         self.tokenizer.check_fits(vocab_size(folder))
+        self._pooling = read_pooling(folder)
         self._chats = ChatPrompts(self.tokenizer, names.chat_template)
         use_ray = executor == "ray" or self.config.parallel.tensor_parallel_size > 1
         self._executor = _ray_executor(self.config) if use_ray else _local_executor(self.config)
@@ -73,7 +63,7 @@ class LLM:
         self._is_broken_off = False  # a step was: the engine may be amid a change, and waits for what never comes
         num_ids = self._executor.info.vocab_size  # an id beyond it is never sampled
         self._eos_token_ids = [i for i in self.tokenizer.eos_token_ids if i < num_ids]
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._ended: list[dict[str, Any]] = []  # results that `step` has not returned yet
         self._numbers = count()
 
@@ -108,12 +98,43 @@ class LLM:
         *,
         after_prompt: bool,
     ) -> list[dict[str, Any]]:
-        items: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        params = self._params_for(items, sampling_params)
+        items = _as_list(prompts)
+        pairs = zip(items, self._params_for(items, sampling_params), strict=True)
+        return self._run_all((self.add_request(item, one, after_prompt=after_prompt) for item, one in pairs), use_tqdm)
+
+    def embed(
+        self,
+        prompts: str | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+    ) -> list[dict[str, Any]]:
+        """The embedding of every prompt (text, or token ids), in their order, as `/v1/embeddings` gives it.
+
+        Keys: request_id, prompt_token_ids, embedding (numbers; None where there is an error), usage, error (words).
+        dimensions: how many numbers; None: all. normalize: None: as the checkpoint does. See `novainfer.embedding`.
+        Raises `InvalidRequestError` as `generate` does.
+        """
+        self._pooling.check()
+        check_dimensions(dimensions, self._executor.info.hidden_size)
+        normalizes = self._pooling.normalizes if normalize is None else normalize
+
+        def finish(hidden: bytes) -> list[float]:
+            return list(numbers_of(finish_vector(hidden, dimensions, normalize=normalizes)))
+
+        return self._run_all((self._add_embedding(item, finish) for item in _as_list(prompts)), use_tqdm)
+
+    def _add_embedding(self, prompt: Prompt, finish: Callable[[bytes], list[float]]) -> str:
+        message = self._message(prompt, SamplingParams.for_embedding(), [], embed=True)
+        return self._add(message, None, after_prompt=False, finish_vector=finish)
+
+    def _run_all(self, added: Iterable[str], use_tqdm: bool) -> list[dict[str, Any]]:
+        """Run what is added, one id each, to its end. Whatever is raised, nothing of it is live afterwards."""
         ids: list[str] = []
         try:
-            for item, one in zip(items, params, strict=True):
-                ids.append(self.add_request(item, one, after_prompt=after_prompt))
+            for request_id in added:
+                ids.append(request_id)
             return self._finish(ids, use_tqdm)
         finally:
             for request_id in ids:
@@ -179,14 +200,30 @@ class LLM:
             self._check_grammar(params)
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(MAX_SEED))
-        token_ids = self.tokenizer.encode(_checked_text(prompt)) if isinstance(prompt, str) else _checked_ids(prompt)
         eos = self._eos_token_ids if eos_token_ids is None else eos_token_ids
-        message = AddRequest(f"offline-{next(self._numbers)}", token_ids, params, list(eos))
+        return self._add(self._message(prompt, params, eos), on_token, after_prompt=after_prompt)
+
+    def _message(
+        self, prompt: Prompt, params: SamplingParams, eos_token_ids: Sequence[int], *, embed: bool = False
+    ) -> AddRequest:
+        token_ids = self.tokenizer.encode(checked_text(prompt)) if isinstance(prompt, str) else checked_ids(prompt)
+        return AddRequest(f"offline-{next(self._numbers)}", token_ids, params, list(eos_token_ids), embed=embed)
+
+    def _add(
+        self,
+        message: AddRequest,
+        on_token: OnToken | None,
+        *,
+        after_prompt: bool,
+        finish_vector: Callable[[bytes], list[float]] | None = None,
+    ) -> str:
         if self._is_broken_off:
             self._start_anew()
         self._engine.add(message, time.monotonic())
+        params = message.params
         choices = [ChoiceOutput(self.tokenizer, params, c, after_prompt=after_prompt) for c in range(params.n)]
-        self._live[message.request_id] = _Live(message, choices, on_token, [[] for _ in choices])
+        live = Live(message, choices, on_token, [[] for _ in choices], finish_vector=finish_vector)
+        self._live[message.request_id] = live
         return message.request_id
 
     def _check_grammar(self, params: SamplingParams) -> None:
@@ -296,6 +333,7 @@ class LLM:
         delta = choice.push(output)
         live.num_cached_tokens = output.num_cached_tokens
         live.deltas[output.choice].append(delta)
+        live.hidden = output.embedding
         if live.on_token is not None and (delta.token_ids or delta.finish_reason):
             live.on_token(output.request_id, delta)
             if output.request_id not in self._live:  # cancelled there
@@ -304,28 +342,7 @@ class LLM:
             self._engine.cancel(output.request_id, output.choice, complete=True)
         if all(c.finish_reason is not None for c in live.choices):
             del self._live[output.request_id]
-            self._ended.append(self._result(live))
-
-    def _result(self, live: _Live) -> dict[str, Any]:
-        choices = [_choice_result(choice, deltas) for choice, deltas in zip(live.choices, live.deltas, strict=True)]
-        prompt_ids = live.message.prompt_token_ids
-        completion = sum(choice.num_tokens for choice in live.choices)
-        result = {
-            "request_id": live.message.request_id,
-            "prompt_token_ids": prompt_ids,
-            **{key: value for key, value in choices[0].items() if key != "index"},
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": len(prompt_ids),
-                "completion_tokens": completion,
-                "total_tokens": len(prompt_ids) + completion,
-                "prompt_tokens_details": {"cached_tokens": live.num_cached_tokens},
-            },
-        }
-        if live.message.params.prompt_logprobs is not None:
-            described = describe_prompt(self.tokenizer, prompt_ids, live.prompt_logprobs)
-            result["prompt_logprobs"] = [None if item is None else _logprob_dict(item) for item in described]
-        return result
+            self._ended.append(result_of(live, self.tokenizer))
 
 
 def config_from_options(options: dict[str, Any]) -> ServeConfig:
@@ -346,6 +363,10 @@ def config_from_options(options: dict[str, Any]) -> ServeConfig:
     return build_config(values)
 
 
+def _as_list(prompts: str | Sequence[Prompt]) -> list[Prompt]:
+    return [prompts] if isinstance(prompts, str) else list(prompts)
+
+
 def _local_executor(config: ServeConfig) -> OwnExecutor:
     from workers.local_executor import LocalExecutor
 
@@ -356,44 +377,3 @@ def _ray_executor(config: ServeConfig) -> OwnExecutor:
     from workers.ray_executor import RayExecutor
 
     return RayExecutor(config)
-
-
-def _checked_text(prompt: str) -> str:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError(
-            "the prompt holds half of a surrogate pair, which is not text", param="prompt"
-        ) from None
-    return prompt
-
-
-def _checked_ids(prompt: object) -> list[int]:
-    if not isinstance(prompt, (list, tuple)) or any(
-        isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in prompt
-    ):
-        raise InvalidRequestError("a prompt is text or a list of token ids", param="prompt")
-    return list(prompt)
-
-
-def _choice_result(choice: ChoiceOutput, deltas: list[ChoiceDelta]) -> dict[str, Any]:
-    last = deltas[-1]
-    return {
-        "index": choice.choice,
-        "text": "".join(delta.text for delta in deltas),
-        "token_ids": choice.token_ids,
-        "finish_reason": choice.finish_reason,
-        "stop_reason": last.stop_reason,
-        "error": last.error,
-        "logprobs": [_logprob_dict(entry) for delta in deltas for entry in delta.logprobs] or None,
-    }
-
-
-def _logprob_dict(entry: TokenLogprob) -> dict[str, Any]:
-    return {
-        "token_id": entry.token.token_id,
-        "token": entry.token.text,
-        "logprob": entry.logprob,
-        "rank": entry.rank,
-        "top": [{"token_id": t.token_id, "token": t.text, "logprob": value} for t, value in entry.top],
-    }

@@ -21,6 +21,7 @@ class ExecutorInfo:
     max_num_batched_tokens: int  # of one step, if the configuration does not say
     mode: str = ""  # see `novainfer.mode`
     can_draft: bool = False  # see `StepPlan.num_drafts`
+    hidden_size: int = 0  # of the model
 
 
 class Executor(Protocol):

@@ -109,5 +109,6 @@ class RankSession:
             mode=info.mode,
             max_num_batched_tokens=info.max_num_batched_tokens,
             can_draft=info.can_draft,
+            hidden_size=info.hidden_size,
         )
         self._send(hello)

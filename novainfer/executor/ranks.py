@@ -164,4 +164,5 @@ def _agree(hellos: Sequence[WorkerHello]) -> ExecutorInfo:
         max_num_batched_tokens=min(hello.max_num_batched_tokens for hello in hellos),
         mode=hellos[0].mode,
         can_draft=all(hello.can_draft for hello in hellos),
+        hidden_size=min(hello.hidden_size for hello in hellos),
     )

@@ -63,13 +63,14 @@ class AddRequest:
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache when it first began; -1: it has not yet
     ref: int = -1  # the gateway's number for choice 0, the next ones for the others; -1: its tokens are spelled out
     explain: bool = False  # it wants `Notes`
+    embed: bool = False  # it wants its prompt's vector, and no token; see `TokenOutput`
 
     def numbered(self, ref: int) -> AddRequest:
         """The same with this number: `replace`, which asks for each field by itself, for what every request needs."""
-        return AddRequest(*(*_before_ref(self), ref, self.explain))
+        return AddRequest(*(*_before_ref(self), ref, self.explain, self.embed))
 
 
-_before_ref = attrgetter(*[one.name for one in fields(AddRequest)][:-2])  # all but `ref` and `explain`, the last fields
+_before_ref = attrgetter(*[one.name for one in fields(AddRequest)][:-3])  # all but `ref` and what comes behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class EngineInfo:
     num_blocks: int = 0
     max_num_seqs: int = 0
     mode: str = ""  # see `novainfer.mode`
+    hidden_size: int = 0  # numbers of an embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,7 @@ class TokenOutput:
 
     logprobs: those of its last tokens; tokens that a request brought along from another gateway have none.
     notes: with the end of a choice whose request asked for them.
+    embedding: with the end ('stop') of one that wants it: [hidden_size] float32, little-endian, not normalised.
     """
 
     request_id: str
@@ -187,6 +190,7 @@ class TokenOutput:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     error: str | None = None  # text for the finish reasons "error" and "refused"
     notes: Notes | None = None
+    embedding: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from novainfer.errors import ProtocolError
+from novainfer.errors import EngineError, ProtocolError
 from novainfer.protocol.codec import Schema
 from novainfer.protocol.columns import Column, column
 from novainfer.protocol.messages import Logprobs
@@ -46,6 +46,7 @@ class NewRow:
     params: SamplingParams  # seed resolved
     choice: int
     stop_token_ids: list[int] = field(default_factory=list)  # not sampled before min_tokens outputs
+    embed: bool = False  # where it would sample it gives the hidden state instead; see `StepResult.embeddings`
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,8 @@ class StepResult:
 
     A row with drafts stands there once for each of its tokens. num_drafted: empty, or for each entry of the plan's
     `num_drafts` how many drafts there were. refused: those of the bad rows whose logits were finite, and why.
+    embeddings: of the rows that want one, the last token's hidden state after the final norm, [hidden_size] float32,
+    little-endian; their token is 0 and means nothing.
     """
 
     epoch: int
@@ -128,6 +131,13 @@ class StepResult:
     bad_rows: list[int] = field(default_factory=list)  # rows without a token: that request's error
     num_drafted: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
+    embeddings: dict[int, bytes] = field(default_factory=dict)
+
+    def embedding_of(self, row: int) -> bytes:
+        """That of a row which wants one, and is not bad. Raises `EngineError` if there is none."""
+        if row not in self.embeddings:
+            raise EngineError(f"step {self.step}: row {row} has no embedding")
+        return self.embeddings[row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +162,7 @@ class WorkerHello:
     held: list[IndexedBlock] = field(default_factory=list)
     mode: str = ""  # see `novainfer.mode`; the same on every rank
     can_draft: bool = False  # plans may have `num_drafts`
+    hidden_size: int = 0  # of the model
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: str = ""
 
+    @classmethod
+    def for_embedding(cls, seed: int | None = 0) -> SamplingParams:
+        """Of a request that samples nothing (`AddRequest.embed`), so that the seed means nothing: there is one place
+        behind the prompt, where it would.
+        """
+        return cls(max_tokens=1, temperature=0.0, seed=seed)
+
     @property
     def penalises(self) -> bool:
         """Whether a token's logits depend on which tokens came before it, beside what the model makes of them."""

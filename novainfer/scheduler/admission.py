@@ -5,9 +5,11 @@ from __future__ import annotations
 from novainfer.errors import InvalidRequestError
 from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.messages import AddRequest
-from novainfer.sampling.params import validate
+from novainfer.sampling.params import SamplingParams, validate
 
 MAX_ID_LENGTH = 128
+FLOAT_BYTES = 4
+MOST_STEP_BYTES = 32 * 1024 * 1024  # of embeddings: half of the largest message
 
 
 def check_request(message: AddRequest, info: ExecutorInfo) -> None:
@@ -24,11 +26,14 @@ def check_request(message: AddRequest, info: ExecutorInfo) -> None:
     _check_ids("eos_token_ids", message.eos_token_ids, info.vocab_size)
     if not message.prompt_token_ids:
         raise InvalidRequestError("The prompt is empty.", param="prompt")
-    total = len(message.prompt_token_ids) + params.max_tokens
+    if message.embed:
+        _check_embedding(message, info)
+    num_output = 0 if message.embed else params.max_tokens
+    total = len(message.prompt_token_ids) + num_output
     if total > info.max_model_len:
         raise InvalidRequestError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, you requested {total} "
-            f"tokens ({len(message.prompt_token_ids)} in the prompt, {params.max_tokens} in the completion).",
+            f"tokens ({len(message.prompt_token_ids)} in the prompt, {num_output} in the completion).",
             param="max_tokens" if len(message.prompt_token_ids) < info.max_model_len else "prompt",
             code="context_length_exceeded",
         )
@@ -36,11 +41,19 @@ def check_request(message: AddRequest, info: ExecutorInfo) -> None:
         raise InvalidRequestError(
             f"The request needs KV memory for {total} tokens; this server has room for "
             f"{info.num_blocks * info.block_size}.",
-            param="max_tokens",
+            param="prompt" if message.embed else "max_tokens",
             code="context_length_exceeded",
         )
     _check_emitted(message, info.vocab_size)
     _check_early_choice(message, info.vocab_size)
+
+
+def _check_embedding(message: AddRequest, info: ExecutorInfo) -> None:
+    """It has no other parameters, and the vectors of a whole step fit into one message."""
+    if message.params != SamplingParams.for_embedding(message.params.seed) or any(message.emitted):
+        raise InvalidRequestError("An embedding has no sampling parameters.")
+    if info.max_num_seqs * info.hidden_size * FLOAT_BYTES > MOST_STEP_BYTES:
+        raise InvalidRequestError("This server runs too many sequences at once (--max-num-seqs) for embeddings.")
 
 
 def _check_early_choice(message: AddRequest, vocab_size: int) -> None:

@@ -388,4 +388,5 @@ def new_row(sequence: Sequence) -> NewRow:
         params=sequence.params,
         choice=sequence.choice,
         stop_token_ids=sorted(sequence.stop_token_ids),
+        embed=sequence.embeds,
     )

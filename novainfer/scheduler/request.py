@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -61,6 +62,7 @@ class Sequence:
     first_token_at: float = 0.0
     finished: bool = False
     notes: Notes | None = None  # None: its client does not want to know
+    embeds: bool = False  # it ends with its prompt's vector, which comes in place of its first token
 
     @property
     def num_tokens(self) -> int:
@@ -121,6 +123,10 @@ class Sequence:
             error=error,
             notes=None if reason is None else self.told_notes(),
         )
+
+    def embedded(self, vector: bytes) -> TokenOutput:
+        """What the client of one that embeds gets: see `TokenOutput.embedding`."""
+        return replace(self.output(0, [], FINISH_STOP), stop_token_id=None, embedding=vector)
 
     def told_notes(self) -> Notes | None:
         """What is noted of it so far, as its client gets it."""
@@ -213,7 +219,7 @@ def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bo
     eos = () if params.ignore_eos else tuple(message.eos_token_ids)
     stop_token_ids = frozenset((*params.stop_token_ids, *eos))
     root = root_key(message.tenant, message.cache_salt)
-    may_draft = may_draft and not params.penalises and not params.grammar
+    may_draft = may_draft and not (params.penalises or params.grammar or message.embed)
     use_cache = message.use_prefix_cache and params.prompt_logprobs is None
     prompt = column(message.prompt_token_ids)
     for choice in range(params.n):
@@ -235,6 +241,15 @@ def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bo
                 age=(arrival, choice),
                 drafts=DraftPace() if may_draft else None,
                 notes=Notes(message.request_id, choice) if message.explain else None,
+                embeds=message.embed,
             )
         )
     return request
+
+
+def as_it_is_now(sequence: Sequence, requests: Mapping[str, Request]) -> Sequence:
+    """It, or the same choice of its request, if that was sent again since. requests: those that are live, by id."""
+    request = requests.get(sequence.request_id)
+    if request is None or sequence.choice >= len(request.sequences):
+        return sequence
+    return request.sequences[sequence.choice]

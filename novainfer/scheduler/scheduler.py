@@ -35,7 +35,7 @@ from novainfer.scheduler.isolation import QUARANTINED, Isolation
 from novainfer.scheduler.load import LoadMeter
 from novainfer.scheduler.placement import Placement
 from novainfer.scheduler.queue import WaitingQueue
-from novainfer.scheduler.request import Request, Sequence, make_request
+from novainfer.scheduler.request import Request, Sequence, as_it_is_now, make_request
 from novainfer.scheduler.rows import Rows
 from novainfer.scheduler.timing import Timing
 from novainfer.scheduler.totals import Totals
@@ -199,7 +199,7 @@ class Scheduler:
         `faulted`: they died of what they did, not from outside. Returns the end of the request that is to blame for
         it, if that is known. Until `attach_workers` nothing is scheduled; requests are accepted all the same.
         """
-        in_flight = [self._as_it_is_now(s) for record in self._in_flight for s in record.sequences]
+        in_flight = [as_it_is_now(s, self.requests) for record in self._in_flight for s in record.sequences]
         culprit = self._isolation.after_death(in_flight, faulted=faulted)
         self.waiting.lose_workers(self._rows.drop_all())
         self._reset(self._info)
@@ -210,13 +210,6 @@ class Scheduler:
             for sequence in request.sequences:
                 sequence.lose_workers()
         return [] if culprit is None else [self._end(culprit, FINISH_ERROR, error=QUARANTINED)]
-
-    def _as_it_is_now(self, sequence: Sequence) -> Sequence:
-        """It, or the same choice of its request, if that was sent again since."""
-        request = self.requests.get(sequence.request_id)
-        if request is None or sequence.choice >= len(request.sequences):
-            return sequence
-        return request.sequences[sequence.choice]
 
     def attach_workers(self, info: ExecutorInfo) -> list[TokenOutput]:
         """Workers that hold nothing are ready. Returns the ends of requests that are too large for them."""
@@ -332,6 +325,11 @@ class Scheduler:
                 continue
             if is_watching:
                 self._isolation.clear(sequence)
+            if sequence.embeds:
+                num_ignored += 1
+                self._finish(sequence, FINISH_STOP)
+                others.append(sequence.embedded(result.embedding_of(result.rows[place])))
+                continue
             index, reason = sequence.num_output, sequence.take(token_id)
             entry = result.logprobs[place] if result.logprobs else None
             if reason is None and entry is None and sequence.ref >= 0:

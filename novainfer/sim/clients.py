@@ -17,7 +17,7 @@ from novainfer.protocol.messages import (
 )
 from novainfer.sim.cluster import Cluster
 from novainfer.sim.gateways import SimGateway
-from novainfer.sim.oracle import hash_tokens, oracle_logprobs, oracle_stream
+from novainfer.sim.oracle import hash_tokens, oracle_logprobs, oracle_stream, oracle_vector
 from novainfer.sim.rivals import Rival
 from novainfer.sim.scenario import VOCAB_SIZE, RequestSpec
 from novainfer.sim.verdicts import Verdicts
@@ -45,6 +45,9 @@ class SimClient:
             oracle_stream(message.prompt_token_ids, message.params, choice, self._stops, VOCAB_SIZE, spec.salt)
             for choice in range(message.params.n)
         ]
+        self._vector = b""
+        if message.embed:
+            self._vector, self._wanted = oracle_vector(hash_tokens(message.prompt_token_ids, spec.salt)), [[]]
         self._gateway: SimGateway | None = None
         self._stream: RequestStream | None = None
         self._next_gateway = spec.gateway
@@ -206,6 +209,10 @@ class SimClient:
         if reason == FINISH_CANCELLED:
             if not (self._alias_cancelled or self._is_cancelling or c in self.spec.stops_at):
                 raise Violation(f"{name}: it was cancelled by nobody")
+            return
+        if output.embedding != self._vector or (self._vector and (reason, output.stop_token_id) != (FINISH_STOP, None)):
+            raise Violation(f"{name}: it ended with '{reason}' and the vector {output.embedding!r}")
+        if self._vector:
             return
         wanted, stop_id = self._wanted[c], None
         is_stop = wanted[-1] in self._stops and len(wanted) > self.spec.message.params.min_tokens

@@ -66,6 +66,11 @@ def oracle_logprobs(history: int, token_id: int) -> Logprobs:
     return Logprobs(token_id, -float(hash_tokens((token_id,), history) % 1000), 1)
 
 
+def oracle_vector(history: int) -> bytes:
+    """The embedding of this history: two numbers."""
+    return history.to_bytes(8, "little")
+
+
 @dataclass(slots=True)
 class OracleRow:
     """A row as the workers keep it. hashes[i]: of the history up to token i. salt: what comes before it."""
@@ -79,11 +84,13 @@ class OracleRow:
     choice: int
     salt: int = 0
     is_bad: bool = False  # some of its logits were not finite
+    embed: bool = False
 
     @classmethod
     def of(cls, new: NewRow, salt: int = 0) -> OracleRow:
         """A row that starts. `salt`: the hash of what comes before its first token."""
         row = cls([], [], new.prompt_len, new.num_computed_tokens, list(new.block_ids), new.params, new.choice, salt)
+        row.embed = new.embed
         for token_id in new.token_ids:
             row.append(token_id)
         return row
@@ -149,6 +156,13 @@ class OracleRows:
             row.is_bad = True
             block, offset = self._slot(row, row.num_computed - 1)
             self.kv[block][offset] = NOT_FINITE
+        if row.embed:
+            if index not in result.bad_rows:
+                result.embeddings[index] = oracle_vector(row.hashes[-1])
+            result.logprobs.append(None)
+            result.rows.append(index)
+            result.token_ids.append(0)
+            return
         output_index = len(row.token_ids) - row.prompt_len
         token = oracle_token(row.hashes[-1], row.params.seed or 0, row.choice, output_index, self._info.vocab_size)
         wants = row.params.logprobs is not None and index not in result.bad_rows

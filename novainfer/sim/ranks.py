@@ -56,7 +56,7 @@ class SimRows(OracleRows):
                 row = self.rows[index]
                 at = self._curses.poison.get(row.params.seed or 0)
                 # The tokens that were sampled just now are counted already.
-                end = len(row.token_ids) - row.prompt_len
+                end = result.rows.count(index) if row.embed else len(row.token_ids) - row.prompt_len
                 if at is not None and at[0] == row.choice and end - result.rows.count(index) <= at[1] < end:
                     raise EngineError("poison")
         return result

@@ -73,13 +73,25 @@ def _with_rivals(requests: tuple[RequestSpec, ...], rng: Random) -> tuple[Reques
     return tuple(replace(r, rival=rng.choice(("", "", "", "gives back", "takes"))) for r in requests)
 
 
+def _with_embeddings(requests: tuple[RequestSpec, ...], rng: Random) -> tuple[RequestSpec, ...]:
+    """In some worlds some of them want their prompt's vector instead of tokens."""
+    part = rng.choice((0.0, 0.0, 0.0, 0.4))
+    return tuple(_as_embedding(request) if rng.random() < part else request for request in requests)
+
+
+def _as_embedding(request: RequestSpec) -> RequestSpec:
+    message = request.message
+    params = SamplingParams.for_embedding(message.params.seed)
+    return replace(request, message=replace(message, params=params, embed=True, eos_token_ids=[]), stops_at={})
+
+
 def make_scenario(world: World) -> Scenario:
     """Draw everything from the world's seed."""
     rng = world.rng("scenario")
     requests = _with_rivals(_make_requests(rng, num_gateways := rng.choice((1, 2, 2, 3))), world.rng("rivals"))
+    requests = _with_embeddings(requests, world.rng("vectors"))
     block_size = rng.choice((1, 2, 4, 4, 8))
-    largest = max(len(r.message.prompt_token_ids) + r.message.params.max_tokens for r in requests)
-    fewest = -(-largest // block_size)
+    fewest = -(-max(len(r.message.prompt_token_ids) + r.message.params.max_tokens for r in requests) // block_size)
     max_num_seqs = rng.choice((1, 2, 4, 8, 16))
     drafts = world.rng("drafts").random() < 0.3
     info = ExecutorInfo(
@@ -91,6 +103,7 @@ def make_scenario(world: World) -> Scenario:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=2048,
         can_draft=drafts,
+        hidden_size=2,
     )
     step_seconds = rng.choice((0.002, 0.01, 0.03))
     hang_timeout = rng.choice((0.75, 1.0, 2.0))

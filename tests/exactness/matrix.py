@@ -53,6 +53,7 @@ class Answer:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # choice 0 only
     finish_reason: str | None = None
+    embedding: bytes = b""
 
 
 Answers = dict[tuple[str, int], Answer]  # (request id, choice)
@@ -117,8 +118,14 @@ def make_cases(count: int, vocab_size: int, seed: int, lengths: Sequence[int] = 
         if rng.random() < 0.3:  # a text that repeats itself, so that there are drafts
             prompt = (prompt * 8)[: max(len(prompt), 120)]
         params = _params(rng, vocab_size)
-        cases.append(AddRequest(f"case-{i}", prompt, params, eos_token_ids=[rng.randrange(vocab_size)]))
+        case = AddRequest(f"case-{i}", prompt, params, eos_token_ids=[rng.randrange(vocab_size)])
+        cases.append(_as_embedding(case) if i % 6 == 5 else case)
     return cases
+
+
+def _as_embedding(case: AddRequest) -> AddRequest:
+    """The vector of its prompt, in place of tokens."""
+    return replace(case, params=SamplingParams.for_embedding(), eos_token_ids=[], embed=True)
 
 
 def _params(rng: random.Random, vocab_size: int) -> SamplingParams:
@@ -250,6 +257,7 @@ def _record(answers: Answers, outputs: Sequence[TokenOutput], prompts: Sequence[
         answer.token_ids.extend(output.token_ids)
         answer.logprobs.extend(output.logprobs)
         answer.finish_reason = output.finish_reason or answer.finish_reason
+        answer.embedding = output.embedding or answer.embedding
 
 
 def _resume(case: AddRequest, references: Answers, rng: random.Random) -> AddRequest:

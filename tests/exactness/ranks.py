@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from novainfer.config import ServeConfig
+from novainfer.embedding import numbers_of
 from novainfer.engine.core import EngineCore
 from novainfer.protocol.messages import Logprobs
 from tests.exactness.matrix import Answer, Answers, Circumstance, Runner, make_cases
@@ -42,6 +43,8 @@ def differences(one: Answers, two: Answers) -> Iterator[str]:
 def _difference(one: Answer, two: Answer) -> str:
     if (one.token_ids, one.finish_reason) != (two.token_ids, two.finish_reason):
         return f"{two.token_ids} {two.finish_reason} with two ranks, {one.token_ids} {one.finish_reason} with one"
+    if not _are_near(one.embedding, two.embedding):
+        return "its embedding differs"
     if not (_close(one.logprobs, two.logprobs) and _close(one.prompt_logprobs, two.prompt_logprobs)):
         return "its log-probabilities differ"
     return ""
@@ -51,6 +54,11 @@ def _close(one: Sequence[Logprobs], two: Sequence[Logprobs]) -> bool:
     return [entry.token_id for entry in one] == [entry.token_id for entry in two] and all(
         abs(a.logprob - b.logprob) < TOLERANCE for a, b in zip(one, two, strict=True)
     )
+
+
+def _are_near(one: bytes, two: bytes) -> bool:
+    a, b = numbers_of(one), numbers_of(two)
+    return len(a) == len(b) and all(abs(x - y) < TOLERANCE * max(1.0, abs(x)) for x, y in zip(a, b, strict=True))
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import pytest
 from gateway.app import ROUTES
 from gateway.auth import OPEN_PATHS
 from gateway.openapi import describe
-from gateway.openapi_schemas import ModelBounds
+from gateway.openapi_parts import ModelBounds
 from novainfer.sampling.params import INT_BOUNDS
 from tests.safety.fuzz import fuzz
 from tests.safety.table import CHAT, CONTEXT, RESPONSES, TEXT, TURNS, VOCAB, cases

@@ -25,6 +25,7 @@ from novainfer.kv.block_pool import BlockPool
 from novainfer.kv.manager import KVCacheManager
 from novainfer.kv.prefix_index import PrefixIndex
 from novainfer.protocol.link import Inbox
+from novainfer.protocol.step import StepResult
 from novainfer.scheduler import isolation, request, scheduler
 from novainfer.scheduler.batch import StepBatch
 from novainfer.scheduler.drafted import take_drafts
@@ -559,6 +560,21 @@ def suspects_that_are_held_back_are_waited_for(patch: pytest.MonkeyPatch) -> Non
 @mutant
 def one_death_from_outside_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(isolation, "_OUTSIDE_DEATHS", 1)
+
+
+@mutant
+def an_embedding_is_another_rows(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, StepResult, "embedding_of", lambda original, self, row: next(iter(self.embeddings.values())))
+
+
+@mutant
+def an_embedding_is_lost_with_the_workers(patch: pytest.MonkeyPatch) -> None:
+    def lose_workers(original: Any, self: Sequence) -> None:
+        num_pending = self.num_pending
+        original(self)
+        self.num_pending = num_pending * self.embeds
+
+    wrap(patch, Sequence, "lose_workers", lose_workers)
 
 
 def search(name: str, seeds: range) -> tuple[str, int, str] | None:

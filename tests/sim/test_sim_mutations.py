@@ -38,8 +38,8 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "the_account_of_held_blocks_only_grows": (LIVENESS, 32),
     "an_old_order_counts": (LIVENESS, 1788),
     "release_forgets_the_first_block": (SAFETY, 0),
-    "a_table_is_released_twice": (SAFETY, 0),
-    "a_fork_takes_no_references": (SAFETY, 0),
+    "a_table_is_released_twice": (SAFETY, 1),
+    "a_fork_takes_no_references": (SAFETY, 1),
     "a_shared_block_is_written_to": (SAFETY, 1),
     "a_block_is_taken_with_its_old_index_entry": (SAFETY, 8),
     "blocks_enter_the_index_before_they_are_computed": (LIVENESS, 14),
@@ -65,6 +65,8 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "isolation_blames_whoever_ran": (SAFETY, 164),
     "suspects_that_are_held_back_are_waited_for": (LIVENESS, 605316),
     "one_death_from_outside_is_enough": (SAFETY, 1259),
+    "an_embedding_is_another_rows": (LIVENESS, 25),
+    "an_embedding_is_lost_with_the_workers": (SAFETY, 396),
 }
 # With faults of its own.
 FOUND_WITH = {
