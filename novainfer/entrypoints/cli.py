@@ -61,6 +61,9 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         verify.add_argument(f"--{name}-parser", choices=choices, default=AUTO, help=words)
     verify.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (default: as the receipt says)")
     verify.add_argument("--any-mode", action="store_true", help="compare even if this machine computes in another mode")
+    _add_run_batch(
+        commands.add_parser("run-batch", help="answer a file of requests", description=_BATCH, usage=_BATCH_USAGE)
+    )
     sim = commands.add_parser("sim", help="simulate servers under faults", description=_SIM)
     sim.add_argument("seed", type=int, metavar="SEED", help="the world to run; the first one with --seeds")
     sim.add_argument("--seeds", type=int, default=1, metavar="N", help="run so many seeds, on all cores (default: 1)")
@@ -98,6 +101,41 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", help="stop string; may be given several times")
 
 
+def _add_run_batch(parser: Parser) -> None:
+    parser.add_argument("-i", "--input-file", metavar="FILE", required=True, help="requests, one a line ('-': stdin)")
+    parser.add_argument("-o", "--output-file", metavar="FILE", required=True, help="for the results ('-': stdout)")
+    parser.add_argument("--url", "--base-url", help="a running server (--api-key: its key); without it, one is started")
+    parser.add_argument("--resume", action="store_true", help="keep the answers that FILE has, and ask for the others")
+    parser.add_argument("--overwrite", action="store_true", help="drop what FILE has")
+    words = "requests at once (default: twice what the server runs at once, or 128 if it does not say)"
+    parser.add_argument("--concurrency", type=_positive, metavar="N", help=words)
+    parser.add_argument(
+        "--seeds-from-ids",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="give each request without a seed one made of its custom_id, so that it has one answer (default: yes)",
+    )
+    words = "seconds of pauses until a refused or broken request is given up (default: 600)"
+    parser.add_argument("--retry-for", type=_seconds, default=600.0, metavar="SECONDS", help=words)
+    words = "seconds that an answer may take before it is asked for again (default: 3600; 0: no limit)"
+    parser.add_argument("--timeout", type=_seconds, default=3600.0, metavar="SECONDS", help=words)
+    add_arguments(parser)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError
+    return seconds
+
+
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "serve":
         from novainfer.entrypoints.serve import serve_command
@@ -111,6 +149,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from novainfer.entrypoints.verify import verify_command
 
         return verify_command(arguments)
+    if arguments.command == "run-batch":
+        from novainfer.entrypoints.run_batch import run_batch_command
+
+        return run_batch_command(arguments)
     if arguments.command == "sim":
         from novainfer.entrypoints.sim import sim_command
 
@@ -132,6 +174,11 @@ file, the file over a preset, a preset over the defaults."""
 _VERIFY = """Compute an answer again from its receipt. Exit status 0: every token is the same, and so is what the answer
 says (text, ends, counts), if the file holds one; 1: something is not; 2: that cannot be told, because the receipt is
 none, the checkpoint is another one, or this machine computes in another mode."""
+_BATCH_USAGE = "%(prog)s -i FILE -o FILE [options] [MODEL] [options of serve]"
+_BATCH = """Answer a file of requests in OpenAI's batch format, one a line: {"custom_id": ..., "method": "POST", "url":
+"/v1/chat/completions", "body": {...}}. Each result is written as soon as it is there. Exit status 0: all were answered
+with 200; 1: some were not; 2: wrong usage. A batch that was broken off goes on with --resume, and has the same
+answers as one that was not."""
 _SIM = """Run scheduler, journal and client logic in a simulated world (virtual time, one thread, faults drawn from
 the seed) and check what clients see. safety: faults go on to the end; liveness: they stop, and everything must finish.
 Exit status 1 if something was wrong: then the fewest faults that suffice are printed. docs/simulation.md says more."""
