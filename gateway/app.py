@@ -36,6 +36,7 @@ from gateway.routes import (
     pages,
     requests,
     responses,
+    server_info,
     streams,
     tokenize,
 )
@@ -97,6 +98,8 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("GET", "/livez", health.livez, STATE),
     RouteSpec("GET", "/readyz", health.readyz, STATE),
     RouteSpec("GET", "/version", models.version, "Version"),
+    RouteSpec("GET", "/server_info", server_info.server_info, "ServerInfo"),
+    RouteSpec("GET", "/get_server_info", server_info.server_info, "ServerInfo"),
     RouteSpec("GET", "/metrics", health.metrics, None),
     RouteSpec("GET", "/openapi.json", openapi, "Description"),
 )

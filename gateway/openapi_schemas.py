@@ -41,6 +41,7 @@ from gateway.openapi_parts import (
     tagged,
     told_object,
 )
+from gateway.openapi_server import SERVER_INFO
 from gateway.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
 from gateway.response_chat import ENCRYPTED, LOGPROBS, MAX_EFFORT, STREAM_OPTIONS, SUMMARIES
 from gateway.response_items import ITEM_ROLES
@@ -371,5 +372,6 @@ ANSWERS: dict[str, Schema] = MESSAGE_ANSWERS | {
     "Text": object_of(prompt=STRING),
     STATE: object_of(status={"enum": ["ok", "unavailable"]}),
     "Version": object_of(version=STRING),
+    "ServerInfo": SERVER_INFO,
     "Description": object_of(openapi=STRING, info={"type": "object"}, paths={"type": "object"}),
 }

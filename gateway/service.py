@@ -27,7 +27,7 @@ from gateway.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from gateway.stream_record import StreamRecord, answers_of
 from gateway.text_process import TextProcesses
 from gateway.tracing import Tracing
-from novainfer.checkpoint import resolve_checkpoint, vocab_size
+from novainfer.checkpoint import architecture, resolve_checkpoint, vocab_size
 from novainfer.client.engine_client import EngineClient
 from novainfer.client.engine_link import EngineLink
 from novainfer.config import ServeConfig
@@ -97,7 +97,7 @@ class GatewayService:
             self.tokenizer = Tokenizer.load(folder)
             checkpoint = resolve_checkpoint(model.model, revision=model.revision)
             self.pooling = read_pooling(checkpoint)
-            known_ids = vocab_size(checkpoint)
+            known_ids, self.architecture = vocab_size(checkpoint), architecture(checkpoint)
             self.tokenizer.check_fits(known_ids)
             self.parsers = parsers_of(
                 self.tokenizer, model.tool_call_parser, model.reasoning_parser, model.chat_template
@@ -109,6 +109,7 @@ class GatewayService:
         except BaseException:
             self.close()
             raise
+        self.started = time.monotonic()
         self._is_new_until = time.monotonic() + FIGURES_PATIENCE
 
     def close(self) -> None:

@@ -192,6 +192,13 @@ def vocab_size(folder: Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def architecture(folder: Path) -> str | None:
+    """The name of the model's class in config.json (`Qwen3ForCausalLM`, say); None if it says none."""
+    found = read_json(folder / "config.json").get("architectures")
+    name = found[0] if isinstance(found, list) and found else None
+    return name if isinstance(name, str) else None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, or {} where there is no such file; `ConfigError` where it cannot be read."""
     if not path.is_file():

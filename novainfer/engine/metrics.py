@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from novainfer.config import SchedulerConfig
 from novainfer.executor.base import ExecutorInfo
 from novainfer.protocol.messages import EngineInfo, EngineStats
 from novainfer.scheduler.scheduler import Scheduler
 
 
-def describe(info: ExecutorInfo, epoch: int, max_num_seqs: int) -> EngineInfo:
-    """An engine whose workers are ready. `max_num_seqs`: the scheduler's limit."""
+def describe(info: ExecutorInfo, epoch: int, config: SchedulerConfig) -> EngineInfo:
+    """An engine whose workers are ready."""
     return EngineInfo(
         epoch=epoch,
         ready=True,
@@ -16,9 +17,10 @@ def describe(info: ExecutorInfo, epoch: int, max_num_seqs: int) -> EngineInfo:
         max_model_len=info.max_model_len,
         block_size=info.block_size,
         num_blocks=info.num_blocks,
-        max_num_seqs=min(info.max_num_seqs, max_num_seqs),
+        max_num_seqs=min(info.max_num_seqs, config.max_num_seqs),
         mode=info.mode,
         hidden_size=info.hidden_size,
+        max_num_batched_tokens=config.max_num_batched_tokens or info.max_num_batched_tokens,
     )
 
 

@@ -390,7 +390,7 @@ class Replica:
     def _engine_info(self) -> EngineInfo:
         if not self._has_workers:
             return EngineInfo(epoch=self._epoch, ready=False)
-        return describe(self._executor.info, self._epoch, self._config.scheduler.max_num_seqs)
+        return describe(self._executor.info, self._epoch, self._config.scheduler)
 
     def _is_live(self, request_id: str) -> bool:
         return self._engine is not None and request_id in self._engine.scheduler.requests

@@ -134,6 +134,7 @@ class EngineInfo:
     max_num_seqs: int = 0
     mode: str = ""  # see `novainfer.mode`
     hidden_size: int = 0  # numbers of an embedding
+    max_num_batched_tokens: int = 0  # of one step
 
 
 @dataclass(frozen=True, slots=True)
