@@ -7,8 +7,8 @@ import math
 import random
 import re
 import ssl
-import time
 from dataclasses import dataclass
+from time import monotonic
 from urllib.parse import urlsplit
 
 import h11
@@ -44,7 +44,7 @@ class KeptClient:
     """Connections to one server, by its root URL. For one event loop.
 
     timeout: seconds that one try may take (0 = no limit). retry_for: seconds of pauses until a request is given up, and
-    of an unreachable server until none is asked twice.
+    for which nobody could connect until none is tried twice.
     """
 
     def __init__(self, base_url: str, api_key: str | None, *, timeout: float, retry_for: float) -> None:
@@ -70,31 +70,45 @@ class KeptClient:
         self._retry_for = retry_for
         self._idle: list[_Connection] = []
         self._unreachable_since: float | None = None
+        self._num_answers = 0
         self.num_retries = 0
         self.trouble: str | None = None  # why the last try failed, until one does not
 
     async def ask_patiently(self, path: str, payload: bytes) -> Answer:
-        """The answer to a POST; that of a full server, or `NoAnswer`, once `retry_for` is over."""
-        waited, tries = 0.0, 0
+        """The answer to a POST; that of a full server, or `NoAnswer`, once there is no patience left.
+
+        A full server is given up when no request of this client has been answered during so many seconds of pauses.
+        """
+        refused, broken, tries, answers = 0.0, 0.0, 0, self._num_answers
         while True:
-            is_over = waited >= self._retry_for
             try:
                 answer = await self.ask("POST", path, payload)
             except NoAnswer as error:
                 self.trouble = str(error)
-                if is_over or self._is_gone():
+                if broken >= self._retry_for or self._is_gone():
                     raise
-                pause = _backoff(tries)
+                broken += await self._pause(_backoff(tries), broken)
             else:
-                self.trouble = f"{answer.status} from {self.base_url}" if answer.status in FULL else None
-                if is_over or answer.status not in FULL or answer.headers.get("x-should-retry") == "false":
+                if answer.status not in FULL or answer.headers.get("x-should-retry") == "false":
+                    self.trouble = None
+                    self._num_answers += 1
                     return answer
-                pause = _asked_pause(answer.headers) or _backoff(tries)
+                self.trouble = f"{answer.status} from {self.base_url}"
+                if answers != self._num_answers:
+                    answers, refused = self._num_answers, 0.0
+                if refused >= self._retry_for:
+                    return answer
+                asked = _asked_pause(answer.headers)
+                refused += await self._pause(_backoff(tries) if asked is None else asked, refused)
             tries += 1
-            self.num_retries += 1
-            pause = min(pause * random.uniform(1.0, 1.0 + _JITTER), self._retry_for - waited)
-            waited += max(pause, LEAST_PAUSE)
-            await asyncio.sleep(max(pause, LEAST_PAUSE))
+
+    async def _pause(self, seconds: float, waited: float) -> float:
+        """Sleep about so long, at most what is left of the patience. Returns how long."""
+        self.num_retries += 1
+        seconds = min(seconds * random.uniform(1.0, 1.0 + _JITTER), self._retry_for - waited)
+        seconds = max(seconds, LEAST_PAUSE)
+        await asyncio.sleep(seconds)
+        return seconds
 
     async def ask(self, method: str, path: str, payload: bytes = b"") -> Answer:
         """One try. Raises `NoAnswer`."""
@@ -102,13 +116,12 @@ class KeptClient:
         if method == "POST":
             headers = [*headers, ("Content-Type", "application/json"), ("Content-Length", str(len(payload)))]
         request = h11.Request(method=method, target=self._path + path, headers=headers)
+        limit = asyncio.timeout(self._timeout)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with limit:
                 return await self._exchange(request, payload)
-        except TimeoutError:
-            raise NoAnswer(f"no answer from {self.base_url} within {self._timeout} s") from None
-        except (OSError, EOFError, h11.RemoteProtocolError) as error:
-            words = str(error) or type(error).__name__
+        except (OSError, EOFError, h11.RemoteProtocolError) as error:  # TimeoutError is an OSError
+            words = "no answer in time" if limit.expired() else str(error) or type(error).__name__
             raise NoAnswer(f"cannot talk to {self.base_url}: {words}") from None
 
     def close(self) -> None:
@@ -142,14 +155,14 @@ class KeptClient:
         try:
             reader, writer = await asyncio.open_connection(*self._address, ssl=self._context)
         except OSError:
-            self._unreachable_since = self._unreachable_since or time.monotonic()
+            self._unreachable_since = self._unreachable_since or monotonic()
             raise
         self._unreachable_since = None
         return _Connection(reader, writer)
 
     def _is_gone(self) -> bool:
         since = self._unreachable_since
-        return since is not None and time.monotonic() - since >= self._retry_for
+        return since is not None and monotonic() - since >= self._retry_for
 
 
 class _Connection:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol, TextIO
 
 from novainfer.entrypoints.batch_lines import Outcome
@@ -56,7 +56,7 @@ class BatchProgress:
         print(f"novainfer run-batch: {text}", file=self._stream, flush=True)
 
     @contextlib.asynccontextmanager
-    async def shown(self, asker: Asker, total: Coroutine[None, None, int | None]) -> AsyncIterator[None]:
+    async def shown(self, asker: Asker, total: Callable[[], Awaitable[int | None]]) -> AsyncIterator[None]:
         """Tell how far it is from now on, and the sum at the end, if it gets there. total: counts the input's lines."""
         self._began = time.monotonic()
         task = asyncio.get_running_loop().create_task(self._show(asker, total))
@@ -67,8 +67,8 @@ class BatchProgress:
             await asyncio.wait({task})
         self.say(self._sum(asker))
 
-    async def _show(self, asker: Asker, total: Coroutine[None, None, int | None]) -> None:
-        self._total = await total
+    async def _show(self, asker: Asker, total: Callable[[], Awaitable[int | None]]) -> None:
+        self._total = await total()
         is_terminal = self._stream.isatty()
         while True:
             await asyncio.sleep(TERMINAL_SECONDS if is_terminal else LOG_SECONDS)

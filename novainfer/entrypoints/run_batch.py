@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Never
 
 from novainfer.config import ServeConfig, check
@@ -42,6 +44,7 @@ from novainfer.errors import ConfigError
 
 FOREIGN_CONCURRENCY = 128  # beside a server that does not say how many sequences it runs at once
 QUEUED_PER_ROW = 2  # requests for each sequence that runs: the next one waits when a row is free
+OTHER_FILES = 64  # descriptors beside connections
 SIGNAL_STATUS = 128  # and the signal's number
 
 
@@ -141,8 +144,10 @@ class _Run:
     async def _send_all(self, client: KeptClient) -> int:
         items = self._items()
         with contextlib.closing(client):
-            concurrency = self._arguments.concurrency or await _concurrency(client)
-            async with self.progress.shown(client, count_lines(self._source)):
+            told = await _concurrency(client)
+            concurrency = self._arguments.concurrency or told
+            _allow_connections(concurrency)
+            async with self.progress.shown(client, partial(count_lines, self._source)):
                 try:
                     async with asyncio.TaskGroup() as group:
                         for _ in range(concurrency):
@@ -181,6 +186,15 @@ class _Run:
             yield item
 
 
+def _allow_connections(count: int) -> None:
+    """Descriptors for so many, as far as the system lets us have them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 async def _outcome(client: KeptClient, job: Job) -> Outcome:
     try:
         answer = await client.ask_patiently(job.url, job.payload)
@@ -209,14 +223,15 @@ async def _concurrency(client: KeptClient) -> int:
         return FOREIGN_CONCURRENCY
     if answer.status in (401, 403):
         raise ConfigError(f"{client.base_url} wants another key: {answer.status}")
-    return _rows(answer) * QUEUED_PER_ROW or FOREIGN_CONCURRENCY
+    return _room(answer) or FOREIGN_CONCURRENCY
 
 
-def _rows(answer: Answer) -> int:
-    """Sequences that run at once in all engines of the server; 0: it does not say."""
+def _room(answer: Answer) -> int:
+    """Requests that a server can make use of at once, by its `/server_info`; 0: it does not say."""
     try:
         info = json.loads(answer.data)
         rows = info["limits"]["max_num_seqs"] * info["parallel"]["replicas"]
+        room = min(QUEUED_PER_ROW * rows, info["limits"]["max_live_requests"])
     except (ValueError, KeyError, TypeError):
         return 0
-    return rows if type(rows) is int and rows > 0 else 0
+    return room if type(room) is int and room > 0 else 0
