@@ -15,6 +15,8 @@ from novainfer.mode import AS_ACTIVATIONS, NOT_QUANTIZED, Mode
 from novainfer.protocol.messages import EngineInfo
 from novainfer.text.parts import NONE
 
+_NO_DTYPE = "none"  # of ranks that compute nothing
+
 
 async def server_info(call: Call) -> Response:
     """Model, mode, limits and features of this server; what its engine has yet to tell is null."""
@@ -41,12 +43,13 @@ async def server_info(call: Call) -> Response:
 
 def _model(service: GatewayService, engine: EngineInfo | None) -> dict[str, Any]:
     mode = _mode(engine)
+    dtype = None if mode is None else _unless(mode.dtype, _NO_DTYPE)
     return {
         "names": list(service.model_names),
         "architecture": service.architecture,
-        "dtype": None if mode is None else mode.dtype,
+        "dtype": dtype,
         "quantization": None if mode is None else _unless(mode.quantization, NOT_QUANTIZED),
-        "kv_cache_dtype": None if mode is None else _unless(mode.kv_cache_dtype, AS_ACTIVATIONS) or mode.dtype,
+        "kv_cache_dtype": None if mode is None else _unless(mode.kv_cache_dtype, AS_ACTIVATIONS) or dtype,
         "max_model_len": None if engine is None else engine.max_model_len,
         "vocab_size": None if engine is None else engine.vocab_size,
     }
@@ -70,7 +73,7 @@ def _features(service: GatewayService) -> dict[str, Any]:
 
 
 def _mode(engine: EngineInfo | None) -> Mode | None:
-    """None while there is no engine, and of ranks that compute nothing."""
+    """None while there is no engine, or none that says in our words how it computes."""
     try:
         return None if engine is None else Mode.parse(engine.mode)
     except ConfigError:
