@@ -44,6 +44,7 @@ from novainfer.errors import ConfigError
 
 FOREIGN_CONCURRENCY = 128  # beside a server that does not say how many sequences it runs at once
 QUEUED_PER_ROW = 2  # requests for each sequence that runs: the next one waits when a row is free
+FIRST_PATIENCE = 10.0  # seconds for a server to say how many that are
 OTHER_FILES = 64  # descriptors beside connections
 SIGNAL_STATUS = 128  # and the signal's number
 
@@ -66,6 +67,8 @@ def run_batch_command(arguments: argparse.Namespace) -> int:
             print(render(resolved), end="")
             return 0
         own = _Own(resolved.config, resolved.without_effect)
+    elif not arguments.url:
+        raise ConfigError("--url is given but empty")
     else:
         _check_no_server_options(arguments)
     if arguments.output_file == STANDARD and arguments.resume:
@@ -179,6 +182,7 @@ class _Run:
                 if digest in seen:
                     item = Fault(DUPLICATE, "the same custom_id is in a line above", number, item.custom_id)
                 elif digest in self._results.done:
+                    self._results.done.discard(digest)  # each is kept once
                     seen.add(digest)
                     self.progress.skip()
                     continue
@@ -218,8 +222,9 @@ async def _while_serving(work: Coroutine[None, None, int], ended: Coroutine[None
 async def _concurrency(client: KeptClient) -> int:
     """Requests at once that keep the server's batch full. Raises `ConfigError` if it does not let us in."""
     try:
-        answer = await client.ask("GET", "/server_info")
-    except NoAnswer:
+        async with asyncio.timeout(FIRST_PATIENCE):
+            answer = await client.ask("GET", "/server_info")
+    except (NoAnswer, TimeoutError):
         return FOREIGN_CONCURRENCY
     if answer.status in (401, 403):
         raise ConfigError(f"{client.base_url} wants another key: {answer.status}")

@@ -293,6 +293,7 @@ def test_given_a_server_with_keys_when_the_key_is_wrong_then_nothing_is_sent_and
         (("-i", "-", "-o", "-", "--resume"), "--resume needs a file"),
         (("-i", "-", "-o", "x", "--resume", "--overwrite"), "exclude each other"),
         (("-i", "none", "-o", "-"), "cannot read none"),
+        (("-i", "-", "-o", "-", "--url", ""), "--url is given but empty"),
         (("-i", "-", "-o", "-", "--url", "nonsense"), "not an http(s) URL"),
         (("-i", "-", "-o", "-", "--url", "http://x", "demo"), "MODEL is for a server that is started here"),
         (("-i", "-", "-o", "-", "--url", "http://x", "--max-num-seqs", "4"), "--max-num-seqs is for a server"),
@@ -345,6 +346,19 @@ def test_given_a_batch_with_its_own_server_when_it_is_ended_then_nothing_is_left
         assert "stopped by SIGTERM; --resume goes on from here" in errors
         assert run("-i", source, "-o", target, "demo", "--resume", TMPDIR=str(short_tmp))[0] == 0
         assert bodies(target).keys() == {"a", "b"}
+
+
+def test_given_a_batch_whose_own_server_is_starting_when_it_is_ended_then_nothing_is_left(
+    tmp_path: Path, short_tmp: Path
+) -> None:
+    batch = Batch("-i", os.devnull, "-o", tmp_path / "out", "demo", TMPDIR=str(short_tmp))
+    batch.until(lambda: len(batch.tree()) > 3)
+    tree = batch.tree()
+    batch.process.send_signal(signal.SIGINT)
+    status, _, errors = batch.wait()
+    assert_gone(tree)
+    assert status == 128 + signal.SIGINT, errors
+    assert not list(short_tmp.iterdir())
 
 
 def test_given_a_batch_when_its_own_server_dies_then_it_ends_and_says_so(tmp_path: Path, short_tmp: Path) -> None:
