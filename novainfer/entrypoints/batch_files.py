@@ -70,10 +70,10 @@ async def read_lines(descriptor: int) -> AsyncIterator[tuple[int, bytes | None]]
 
 
 async def count_lines(descriptor: int) -> int | None:
-    """Lines of a regular file from where it is, blank ones too, beside who reads it; None for anything else."""
+    """Lines of a regular file, blank ones too, wherever it is being read; None for anything else."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return None
-    count, at, last = 0, os.lseek(descriptor, 0, os.SEEK_CUR), b"\n"
+    count, at, last = 0, 0, b"\n"
     while chunk := os.pread(descriptor, _CHUNK, at):
         count, at, last = count + chunk.count(b"\n"), at + len(chunk), chunk[-1:]
         await asyncio.sleep(0)

@@ -55,6 +55,15 @@ class BatchProgress:
             self._is_line_open = False
         print(f"novainfer run-batch: {text}", file=self._stream, flush=True)
 
+    def tell_sum(self, num_retries: int = 0) -> None:
+        """What has come of all."""
+        before = f" ({self.num_skipped} more were there)" if self.num_skipped else ""
+        retries = f", {num_retries} tries again" if num_retries else ""
+        self.say(
+            f"{self.num_ok} answered{before}, {self.num_failed} failed{retries}, in {self._seconds():.1f} s: "
+            f"{self._prompt_tokens} prompt tokens, {self._output_tokens} output tokens ({self._rate():.0f} tokens/s)"
+        )
+
     @contextlib.asynccontextmanager
     async def shown(self, asker: Asker, total: Callable[[], Awaitable[int | None]]) -> AsyncIterator[None]:
         """Tell how far it is from now on, and the sum at the end, if it gets there. total: counts the input's lines."""
@@ -65,7 +74,7 @@ class BatchProgress:
         finally:
             task.cancel()
             await asyncio.wait({task})
-        self.say(self._sum(asker))
+        self.tell_sum(asker.num_retries)
 
     async def _show(self, asker: Asker, total: Callable[[], Awaitable[int | None]]) -> None:
         self._total = await total()
@@ -85,14 +94,6 @@ class BatchProgress:
         of = "" if self._total is None else f"/{max(self._total, done)}"
         trouble = "" if asker.trouble is None else f"; trying again: {asker.trouble}"
         return f"{done}{of} done, {self.num_failed} failed, {self._rate():.0f} tokens/s{trouble}"
-
-    def _sum(self, asker: Asker) -> str:
-        before = f" ({self.num_skipped} more were there)" if self.num_skipped else ""
-        retries = f", {asker.num_retries} tries again" if asker.num_retries else ""
-        return (
-            f"{self.num_ok} answered{before}, {self.num_failed} failed{retries}, in {self._seconds():.1f} s: "
-            f"{self._prompt_tokens} prompt tokens, {self._output_tokens} output tokens ({self._rate():.0f} tokens/s)"
-        )
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began

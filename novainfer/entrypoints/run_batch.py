@@ -59,18 +59,16 @@ class _Own:
 
 def run_batch_command(arguments: argparse.Namespace) -> int:
     """0: all lines were answered with 200; 1: some were not. Raises `ConfigError`, before anything is sent."""
-    own: _Own | None = None
+    server: KeptClient | _Own
     if arguments.url is None:
         resolved = resolve(arguments, os.environ)
         check(resolved.config)
         if arguments.print_config:
             print(render(resolved), end="")
             return 0
-        own = _Own(resolved.config, resolved.without_effect)
-    elif not arguments.url:
-        raise ConfigError("--url is given but empty")
+        server = _Own(resolved.config, resolved.without_effect)
     else:
-        _check_no_server_options(arguments)
+        server = _running_server(arguments)
     if arguments.output_file == STANDARD and arguments.resume:
         raise ConfigError("--resume needs a file: what has been written to standard output is not known")
     if arguments.resume and arguments.overwrite:
@@ -79,10 +77,12 @@ def run_batch_command(arguments: argparse.Namespace) -> int:
         opened_input(arguments.input_file) as source,
         opened_output(arguments.output_file, source, resume=arguments.resume, overwrite=arguments.overwrite) as results,
     ):
-        return asyncio.run(_until_signal(_Run(arguments, own, source, results)))
+        return asyncio.run(_until_signal(_Run(arguments, server, source, results)))
 
 
-def _check_no_server_options(arguments: argparse.Namespace) -> None:
+def _running_server(arguments: argparse.Namespace) -> KeptClient:
+    if not arguments.url:
+        raise ConfigError("--url is given but empty")
     given = [OPTIONS[name].flag for name in vars(arguments) if name in OPTIONS and name != "api_key"]
     given += arguments.without_effect
     for name in ("config", "preset", "print_config"):
@@ -90,6 +90,8 @@ def _check_no_server_options(arguments: argparse.Namespace) -> None:
     given += ["MODEL"] if arguments.model_argument is not None else []
     if given:
         raise ConfigError(f"{given[0]} is for a server that is started here, and --url names a running one")
+    known = ApiClient.from_options(arguments.url, arguments.api_key[0] if "api_key" in arguments else None)
+    return _client(arguments, known.base_url, known.api_key)
 
 
 async def _until_signal(run: _Run) -> int:
@@ -118,34 +120,37 @@ async def _until_signal(run: _Run) -> int:
 class _Run:
     """One batch, from its first line to its last."""
 
-    def __init__(self, arguments: argparse.Namespace, own: _Own | None, source: int, results: ResultFile) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, server: KeptClient | _Own, source: int, results: ResultFile
+    ) -> None:
         self.progress = BatchProgress()
         self._arguments = arguments
-        self._own = own
+        self._server = server
         self._source = source
         self._results = results
         self._turn = asyncio.Lock()  # to take the next line
 
     async def run(self) -> int:
         """The exit status. Raises `NovaInferError` for what ends the whole batch."""
-        if self._own is None:
-            key = self._arguments.api_key[0] if "api_key" in self._arguments else None
-            known = ApiClient.from_options(self._arguments.url, key)
-            return await self._send_all(self._client(known.base_url, known.api_key))
+        items = self._items()
+        first = await anext(items, None)
+        if first is None:  # no server has to be started for that
+            self.progress.tell_sum()
+            return self.progress.exit_status()
+        items = _with(first, items)
+        if isinstance(self._server, KeptClient):
+            return await self._send_all(self._server, items)
         from novainfer.entrypoints.batch_server import ServerEnded, own_server
 
         try:
-            async with own_server(self._own.config, self._own.without_effect) as server:
-                return await _while_serving(self._send_all(self._client(server.url, server.api_key)), server.ended())
+            async with own_server(self._server.config, self._server.without_effect) as server:
+                work = self._send_all(_client(self._arguments, server.url, server.api_key), items)
+                return await _while_serving(work, server.ended())
         except ServerEnded as error:
             self.progress.say(str(error))
             return 2 if error.status == 2 else 1
 
-    def _client(self, url: str, key: str | None) -> KeptClient:
-        return KeptClient(url, key, timeout=self._arguments.timeout, retry_for=self._arguments.retry_for)
-
-    async def _send_all(self, client: KeptClient) -> int:
-        items = self._items()
+    async def _send_all(self, client: KeptClient, items: AsyncIterator[Job | Fault]) -> int:
         with contextlib.closing(client):
             told = await _concurrency(client)
             concurrency = self._arguments.concurrency or told
@@ -188,6 +193,16 @@ class _Run:
                     continue
                 seen.add(digest)
             yield item
+
+
+def _client(arguments: argparse.Namespace, url: str, key: str | None) -> KeptClient:
+    return KeptClient(url, key, timeout=arguments.timeout, retry_for=arguments.retry_for)
+
+
+async def _with(first: Job | Fault, others: AsyncIterator[Job | Fault]) -> AsyncIterator[Job | Fault]:
+    yield first
+    async for item in others:
+        yield item
 
 
 def _allow_connections(count: int) -> None:
