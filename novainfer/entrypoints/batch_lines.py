@@ -10,7 +10,6 @@ from typing import Any
 
 from novainfer.sampling.params import MAX_SEED
 
-# The last one is for other servers: one without it answers 404.
 SEEDED_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 URLS = (*SEEDED_URLS, "/v1/embeddings")
 INVALID, DUPLICATE, UNANSWERED = "invalid_line", "duplicate_custom_id", "no_answer"  # codes of lines without a response

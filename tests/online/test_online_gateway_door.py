@@ -120,7 +120,10 @@ def test_given_a_door_that_is_open_when_a_request_has_no_room_then_the_next_one_
     assert [parse(answer)[0][0] for answer in (inside, at_door)] == [503, 503]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"],
+)
 @pytest.mark.parametrize(
     ("key", "status", "code"), [("key-f", 503, "overloaded"), ("key-l", 429, "rate_limit_exceeded")]
 )

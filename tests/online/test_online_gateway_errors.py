@@ -247,7 +247,7 @@ def test_given_a_body_over_the_limit_when_sent_then_413_by_length_and_by_bytes_r
     [
         ("GET", "/", 404),
         ("GET", "/docs", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/images/generations", 404),
         ("GET", "/health/", 404),
         ("GET", "/v1/models/", 404),
         ("GET", "/v1/models/../../etc/passwd", 404),
