@@ -22,6 +22,7 @@ from novainfer.protocol.messages import AddRequest, EngineInfo, PromptLogprobs, 
 from novainfer.sampling.params import SamplingParams
 
 MAX_VECTOR_BYTES = 64 * 1024 * 1024  # of all vectors of one request, as the engine gives them
+MOST_AT_ONCE = 64  # inputs of one request that the engine has: it shall not take all places of the queue
 _CONFLICT = 409
 
 
@@ -32,6 +33,12 @@ class EmbeddingGeneration(Generation):
         """As `Generation`, right after its requests were submitted."""
         super().__init__(*args, **kwargs)
         self.vectors: dict[int, bytes] = {}
+
+    def all_vectors(self) -> list[bytes]:
+        """In the inputs' order, once it has ended. Raises `ApiError` if it was cancelled."""
+        if len(self.vectors) < len(self.prompts):
+            raise ApiError(_CONFLICT, "The request was cancelled.", "cancelled")
+        return [self.vectors[number] for number in range(len(self.prompts))]
 
     def _apply(self, item: TokenOutput | PromptLogprobs) -> ChoiceDelta | None:
         if isinstance(item, TokenOutput) and item.embedding:
@@ -53,20 +60,18 @@ def start_embeddings(
     inputs: list[list[int]],
     response_id: str,
     info: RequestInfo,
+    *,
+    first: int,
 ) -> EmbeddingGeneration:
-    """Check and submit: one engine request for each list of token ids.
+    """Submit one engine request for each list of token ids; first: the number of the first one among all of `request`.
 
-    Raises `InvalidRequestError` or `OverloadedError`; then nothing was submitted.
+    Raises `OverloadedError`; then nothing was submitted.
     """
-    engine = service.engine_info()
-    for token_ids in inputs:
-        _check_input(token_ids, engine)
     params = SamplingParams.for_embedding()
     states = [
         PromptState(f"{response_id}-{number}", token_ids, params, [], is_alone=True)
-        for number, token_ids in enumerate(inputs)
+        for number, token_ids in enumerate(inputs, first)
     ]
-    info.permit.correct(sum(map(len, inputs)))
     adds = [
         AddRequest(
             request_id=state.request_id,
@@ -84,11 +89,12 @@ def start_embeddings(
     ]
     stream = service.client.submit(*adds)
     return EmbeddingGeneration(
-        states, stream, service.tokenizer, service.metrics, engine=engine, info=info, after_prompt=False
+        states, stream, service.tokenizer, service.metrics, engine=service.engine_info(), info=info, after_prompt=False
     )
 
 
-def _check_input(token_ids: list[int], engine: EngineInfo) -> None:
+def check_input(token_ids: list[int], engine: EngineInfo) -> None:
+    """Raises `InvalidRequestError` if the model cannot read these tokens."""
     if not token_ids:
         raise InvalidRequestError("An input is empty: it has no token.", param="input")
     if min(token_ids) < 0 or max(token_ids) >= engine.vocab_size:
@@ -120,15 +126,13 @@ class EmbeddingsResponse:
 
     @classmethod
     def of(
-        cls, generation: EmbeddingGeneration, request: EmbeddingRequest, model: str, *, normalizes: bool
+        cls, vectors: list[bytes], num_tokens: int, request: EmbeddingRequest, model: str, *, normalizes: bool
     ) -> EmbeddingsResponse:
-        """Of a generation that has ended. normalizes: as the checkpoint does. Raises `ApiError` if it was cancelled."""
-        if len(generation.vectors) < len(generation.prompts):
-            raise ApiError(_CONFLICT, "The request was cancelled.", "cancelled")
+        """num_tokens: of all inputs. normalizes: as the checkpoint does."""
         return cls(
-            vectors=[generation.vectors[number] for number in range(len(generation.prompts))],
+            vectors=vectors,
             model=model,
-            num_tokens=generation.num_prompt_tokens,
+            num_tokens=num_tokens,
             dimensions=request.dimensions,
             normalize=normalizes if request.normalize is None else request.normalize,
             as_base64=request.encoding_format == "base64",

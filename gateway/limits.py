@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.quotas import NO_QUOTA, Quota, TokenBucket, as_duration
 from novainfer.errors import InvalidRequestError, OverloadedError
@@ -69,6 +69,12 @@ class Permit:
             self._waiting -= 1
             if self._waiting == 0:
                 self._limits._leave_queue(self)
+
+    def narrow(self) -> None:
+        """All is computed, and only the answer is left to be sent: hold one place for it, and no tokens that wait."""
+        if self._limits is not None:
+            self._limits._narrow(self)
+            self._waiting = 0
 
     def use(self, num_tokens: int) -> None:
         """Prompt and output had so many tokens in the end."""
@@ -169,6 +175,11 @@ class Limits:
             self._check_room(account, cost, room)
         return account
 
+    def most_at_once(self, tenant: str, most: int) -> int:
+        """How many of `most` prompts the tenant's own limits let it have at the same time."""
+        quota = self._account(tenant).quota
+        return min(limit for limit in (most, quota.max_requests, quota.max_queued) if limit)
+
     def guard(self) -> None:
         """A generation was refused: more are to be expected."""
         self._guarded_until = self.clock() + GUARD_SECONDS
@@ -268,17 +279,27 @@ class Limits:
         permit.account.queued_tokens -= permit.tokens
         permit.account.queued -= permit.cost.prompts
 
+    def _narrow(self, permit: Permit) -> None:
+        account, cost = permit.account, permit.cost
+        if permit.is_queued:
+            self._leave_queue(permit)
+        permit.cost = replace(cost, prompts=min(cost.prompts, 1), sequences=min(cost.sequences, 1))
+        self._free(account, cost.prompts - permit.cost.prompts, cost.sequences - permit.cost.sequences)
+
+    def _free(self, account: Account, prompts: int, sequences: int) -> None:
+        self.num_changes += 1
+        self.num_live -= prompts
+        self.num_sequences -= sequences
+        account.live -= prompts
+        account.sequences -= sequences
+
     def _give_back(self, permit: Permit) -> None:
         account, cost = permit.account, permit.cost
         if permit.is_queued:
             self._leave_queue(permit)
         if account.bucket is not None:
             account.bucket.take(permit.used_tokens - permit.tokens)
-        self.num_changes += 1
-        self.num_live -= cost.prompts
-        self.num_sequences -= cost.sequences
-        account.live -= cost.prompts
-        account.sequences -= cost.sequences
+        self._free(account, cost.prompts, cost.sequences)
         duration = self.clock() - permit.started
         self._mean_seconds += _SMOOTHING * (duration - self._mean_seconds)
 

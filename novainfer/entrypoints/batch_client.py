@@ -24,7 +24,12 @@ _VISIBLE = re.compile(r"[!-~]*", re.ASCII)
 
 
 class NoAnswer(NovaInferError):
-    """The server could not be reached, or the connection broke before all of the answer was there."""
+    """The server could not be reached, or the connection broke before all of the answer was there.
+
+    late: for so many seconds it had the request and did not answer in time; 0: it was something else.
+    """
+
+    late: float = 0.0
 
 
 class _Stale(Exception):
@@ -87,7 +92,9 @@ class KeptClient:
                 self.trouble = str(error)
                 if broken >= self._retry_for or self._is_gone():
                     raise
-                broken += await self._pause(_backoff(tries), broken)
+                broken += error.late  # what takes too long once would take as long again, for ever
+                if broken < self._retry_for:
+                    broken += await self._pause(_backoff(tries), broken)
             else:
                 if answer.status not in FULL or answer.headers.get("x-should-retry") == "false":
                     self.trouble = None
@@ -122,7 +129,9 @@ class KeptClient:
                 return await self._exchange(request, payload)
         except (OSError, EOFError, h11.RemoteProtocolError) as error:  # TimeoutError is an OSError
             words = "no answer in time" if limit.expired() else str(error) or type(error).__name__
-            raise NoAnswer(f"cannot talk to {self.base_url}: {words}") from None
+            failed = NoAnswer(f"cannot talk to {self.base_url}: {words}")
+            failed.late = (self._timeout or 0.0) * limit.expired()
+            raise failed from None
 
     def close(self) -> None:
         """Close the connections that are free; the others are their requests' matter."""

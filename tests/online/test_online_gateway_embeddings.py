@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from gateway import embedding
+from gateway.routes import embeddings as routes
 from gateway.schemas import MAX_INPUTS
 from novainfer.embedding import Pooling, finish_vector, numbers_of
 from novainfer.protocol.messages import RequestRejected
@@ -54,6 +55,35 @@ def test_given_each_form_of_input_when_embedded_then_the_vectors_come_in_order(p
         "model": "alias",
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
+    pair.wait_idle()
+
+
+def test_given_more_inputs_than_an_engine_gets_at_once_when_embedded_then_all_vectors_come_in_order(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "MOST_AT_ONCE", 3)
+    inputs = [[5 + i] * (1 + i % 4) for i in range(11)]
+    answer = pair.post(PATH, {"input": inputs}).json()
+    assert [one["embedding"] for one in answer["data"]] == [wanted(one) for one in inputs]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, inputs))
+    pair.wait_idle()
+
+
+def test_given_more_inputs_than_an_engine_gets_at_once_when_it_works_then_the_others_have_no_place_of_the_queue(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "MOST_AT_ONCE", 3)
+    answers: list[httpx.Response] = []
+    pair.scheduler.tokens_before_pause = 0
+    body = {"input": [[7]] * 8}
+    asking = threading.Thread(target=lambda: answers.append(pair.post(PATH, body, **{"x-request-id": "some"})))
+    asking.start()
+    pair.scheduler.wait_for(lambda: len(pair.scheduler.live) == 3)
+    assert pair.gateway.service.limits.num_sequences == 3
+    with pair.gateway.http() as other:
+        assert other.post("/v1/requests/some/cancel").status_code == 200
+    asking.join(20)
+    check(answers[0], 409, code="cancelled")
     pair.wait_idle()
 
 

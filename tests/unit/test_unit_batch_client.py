@@ -233,6 +233,17 @@ def test_given_a_server_that_says_nothing_when_the_time_of_a_try_is_over_then_th
     with_server(monkeypatch, Scripted(b""), body, timeout=0.05)
 
 
+def test_given_a_request_that_never_ends_in_time_when_asked_patiently_then_it_is_asked_once_more_and_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(scripted: Scripted, client: KeptClient) -> None:
+        with pytest.raises(NoAnswer, match="no answer in time"):
+            await client.ask_patiently("/v1/x", b"{}")
+        assert scripted.pauses == []
+
+    with_server(monkeypatch, Scripted(b""), body, timeout=0.05, retry_for=0.04)
+
+
 def test_given_a_server_that_has_gone_when_asked_then_patience_is_had_once_and_not_by_each_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

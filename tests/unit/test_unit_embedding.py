@@ -52,7 +52,6 @@ def write(tmp_path: Path) -> Write:
         ([TRANSFORMER, POOLING, NORMALIZE], LAST, True),
         ([TRANSFORMER, POOLING], LAST, False),
         ([TRANSFORMER, POOLING], {"pooling_mode": "lasttoken"}, False),
-        ([TRANSFORMER, POOLING, NORMALIZE], None, True),
     ],
 )
 def test_given_files_that_pool_the_last_token_when_read_then_they_say_whether_it_is_normalised(
@@ -72,6 +71,9 @@ def test_given_files_that_pool_the_last_token_when_read_then_they_say_whether_it
         (None, {"pooling_mode": ["lasttoken", "max_tokens"]}, "max_tokens"),
         ([TRANSFORMER, POOLING, DENSE], LAST, "'Dense'"),
         ([TRANSFORMER, POOLING, POOLING], LAST, "lasttoken"),
+        ([TRANSFORMER, POOLING, NORMALIZE], None, "do not name"),
+        ([TRANSFORMER, POOLING], {"word_embedding_dimension": 64}, "do not name"),
+        ([TRANSFORMER], None, "do not name"),
         ("{", LAST, "cannot be read"),
         ({}, LAST, "a list"),
         ([1], LAST, "a list"),

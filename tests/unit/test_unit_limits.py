@@ -273,3 +273,24 @@ def test_given_two_keys_of_one_tenant_when_they_say_the_same_then_both_open(tmp_
     keys = keys_of(tmp_path / "keys", "a:k1 max-requests=3\na:k2 max-requests=3\n")
     assert [key.tenant for key in keys] == ["a", "a"]
     assert ServeConfig.from_json(ServeConfig(keys=keys).to_json()).keys == keys
+
+
+def test_given_an_answer_that_is_only_left_to_be_sent_when_narrowed_then_one_place_is_held_until_the_end() -> None:
+    limits = Limits(max_live=10)
+    room = Room(sequences=10, queued_tokens=1000, retry_after=1.0)
+    permit = limits.reserve("a", cost_of(100, sequences=8, prompts=8), room)
+    permit.begin()
+    permit.narrow()
+    assert (limits.num_live, limits.num_sequences, limits.queued_tokens, limits.live_by_tenant) == (1, 1, 0, {"a": 1})
+    permit.narrow()
+    permit.begin()
+    limits.reserve("b", cost_of(100, sequences=9, prompts=9), room).release()
+    permit.release()
+    assert (limits.num_live, limits.num_sequences, limits.queued_tokens, limits.live_by_tenant["a"]) == (0, 0, 0, 0)
+
+
+def test_given_a_tenants_own_limits_when_asked_how_many_prompts_it_may_have_at_once_then_the_least_counts() -> None:
+    quotas = {"a": Quota(max_requests=8), "b": Quota(max_requests=8, max_queued=3)}
+    limits = Limits(max_live=100, quotas=quotas)
+    assert [limits.most_at_once(name, 64) for name in ("a", "b", "c")] == [8, 3, 64]
+    assert limits.most_at_once("a", 2) == 2
