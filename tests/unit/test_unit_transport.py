@@ -93,7 +93,8 @@ def is_let_in(peer: Socket, endpoint: Endpoint, word: bytes) -> bool:
     peer.set(zmq.LINGER, 0)
     with peer.get_monitor_socket() as monitor:
         peer.connect(endpoint.address)
-        peer.send(word)
+        with contextlib.suppress(zmq.Again):  # one that is refused at once has nobody any more to send to
+            peer.send(word, zmq.DONTWAIT)
         event = None
         while event not in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED):
             assert monitor.poll(WAIT_MS)
