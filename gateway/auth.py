@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.context import name_request, request_info
+from gateway.context import request_info
 from gateway.errors import ApiError
 from novainfer.config import KeyDigest, ServeConfig
 from novainfer.errors import ConfigError
@@ -82,7 +82,6 @@ class AuthMiddleware:
             error = ApiError(
                 401, "Incorrect or missing API key.", "invalid_api_key", None, {"www-authenticate": "Bearer"}
             )
-            name_request(request_info(scope), scope["path"])
             return error.response(scope["path"])(scope, receive, send)
         request_info(scope).tenant = tenant
         return self._app(scope, receive, send)

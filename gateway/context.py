@@ -71,6 +71,7 @@ class ContextMiddleware:
         fields = dict(received)
         request_id = request_id_of(received if _REQUEST_ID in fields else ())
         info = scope[_KEY] = RequestInfo(request_id, received=received, fields=fields)
+        name_request(info, scope["path"])
 
         def send_with_headers(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

@@ -47,7 +47,8 @@ def read_pooling(folder: Path) -> Pooling:
         modes = _modes(read_json(folder / (paths[0] if paths else _DEFAULT_FOLDER) / "config.json"))
     except ConfigError as error:
         return Pooling(refusal=f"This model's files do not say how to make embeddings: {error}")
-    if len(paths) > 1 or modes not in ([_LAST_TOKEN], [] if not modules else [_LAST_TOKEN]):
+    says_nothing = not modules and not modes
+    if len(paths) > 1 or not (modes == [_LAST_TOKEN] or says_nothing):
         how = f"pooled by '{', '.join(modes)}'" if modes else "of a pooling that its files do not name"
         words = f"This model's embeddings are {how}; only '{_LAST_TOKEN}' is supported."
         return Pooling(refusal=words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gateway.context import name_request
 from gateway.message_chat import Words, as_chat, as_prompt
 from gateway.message_events import MessageForm
 from gateway.message_schemas import CountTokensRequest, MessagesRequest
@@ -15,7 +14,6 @@ from novainfer.errors import InvalidRequestError
 
 async def messages(call: Call) -> None:
     """Answer a chat in the form of Messages, whole or as a stream."""
-    name_request(call.info, call.scope["path"])
     call.limit_time()
     chat, headers, words = await _parse(call)
     asked = [chat]
@@ -28,7 +26,6 @@ async def messages(call: Call) -> None:
 
 async def count_tokens(call: Call) -> None:
     """The number of tokens of a message's prompt."""
-    name_request(call.info, call.scope["path"])
     job, headers, words = await _parse_count(call)
     with call.service.admit(call.info):
         try:

@@ -311,7 +311,9 @@ def test_given_what_is_wrong_when_asked_then_the_error_is_of_the_clients_form(
 
 
 def test_given_no_request_at_all_when_sent_then_the_error_is_of_the_clients_form(pair: Pair) -> None:
-    assert refused(pair.http.get(PATH))[:2] == (405, "invalid_request_error")
+    wrong_method = pair.http.get(PATH)
+    assert refused(wrong_method)[:2] == (405, "invalid_request_error")
+    assert wrong_method.headers["request-id"] == wrong_method.headers["x-request-id"]
     assert refused(pair.http.post(PATH, content=b"{"))[:2] == (415, "invalid_request_error")
     json_body = {"content-type": "application/json"}
     assert refused(pair.http.post(COUNT, content=b"{", headers=json_body))[:2] == (400, "invalid_request_error")
