@@ -31,10 +31,13 @@ struct TileRows {
     INLINE TileRows from(long first, long runs) const { return {x + first / kTileSide * tile + runs * run, row, run, tile}; }
 };
 
-// Where each of some panels begins, whose steps lie so many bytes apart.
-template <int P, long kStep>
+// Where each of some panels begins, whose steps lie so many bytes apart; of rings also where in them, and their size, a power of two.
+template <int P, long kStep, bool kAreRings = false>
 struct TilePanels {
     const char* at[P];
+    long first = 0, ring_bytes = 0;
+
+    INLINE const char* tile(int p, long run) const { return at[p] + (kAreRings ? (first + run) & (ring_bytes - 1) : run); }
 };
 
 // Results of two whole panels, that wait to be written: a few rows with each run of the next products. All at once the lines, which
@@ -135,8 +138,9 @@ struct IntegerProduct {
 };
 
 // sums (+)= rows times panels over `runs` runs. R: tiles of rows; P: panels. sums: [16 R][P][16].
-template <int R, class Product, int P, long kStep, class Ask>
-NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep>& panels, long runs, bool is_first, void* sums, const Ask& aside) {
+template <int R, class Product, int P, long kStep, bool kAreRings, class Ask>
+NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep, kAreRings>& panels, long runs, bool is_first, void* sums,
+                             const Ask& aside) {
     constexpr long stride = P * kRowBytes, run = kRunSteps * kStep;
     char* sum = (char*)sums;
     if (is_first) {
@@ -151,13 +155,13 @@ NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep>& p
         if constexpr (R > 1 && P > 1) tile_load<3>(sum + kTileSide * stride + kRowBytes, stride);
     }
     const TileRows from = rows;
-    const TilePanels<P, kStep> columns = panels;
+    const TilePanels<P, kStep, kAreRings> columns = panels;
     Ask ahead = aside;
     const char* x = from.x;
     for (long at = 0, end = runs * run; at < end; at += run, x += from.run) {
-        tile_load<6>(columns.at[0] + at, kStep);  // all of them first: tiles that wait for each other hold up loads, too
+        tile_load<6>(columns.tile(0, at), kStep);  // all of them first: tiles that wait for each other hold up loads, too
         tile_load<4>(x, from.row);
-        if constexpr (P > 1) tile_load<7>(columns.at[P - 1] + at, kStep);
+        if constexpr (P > 1) tile_load<7>(columns.tile(P - 1, at), kStep);
         if constexpr (R > 1) tile_load<5>(x + from.tile, from.row);
         Product::template multiply<0, 4, 6>();
         ahead.template ask<R * P>(0, columns.at, at);
@@ -182,9 +186,9 @@ NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep>& p
 }
 
 // Up to kPairRows rows, in registers that have the shape for them.
-template <class Product, int P, long kStep, class Ask>
-INLINE void multiply_rows(TileRegisters& registers, const TileRows& rows, long count, const TilePanels<P, kStep>& panels, long runs, bool is_first,
-                          void* sums, const Ask& aside) {
+template <class Product, int P, long kStep, bool kAreRings, class Ask>
+INLINE void multiply_rows(TileRegisters& registers, const TileRows& rows, long count, const TilePanels<P, kStep, kAreRings>& panels, long runs,
+                          bool is_first, void* sums, const Ask& aside) {
     registers.shape(count, [&](int i) { return linear_shape(i, count); });
     if (count > kTileSide) {
         multiply_tiles<2, Product>(rows, panels, runs, is_first, sums, aside);

@@ -1,8 +1,8 @@
 // Linear layers over integers on tiles (tiles.h), where there are some. Sums of a group stay apart from the totals, as in quantized.h.
 //
-// Weights of eight or four bits become bf16 tiles, a group or less at a time, while the tiles before them are multiplied: what comes from
-// memory is small, and every row passes over it while it lies in the first cache. Where rows are integers too, a chunk is a step of a
-// tile as it lies.
+// Weights of eight or four bits become bf16 tiles a little before they are multiplied, between the products of the tiles before them: tiles
+// that have just been written take long to read. What comes from memory is small, and every row passes over it while it lies in the first
+// cache. Where rows are integers too, a chunk is a step of a tile as it lies.
 #pragma once
 
 #include "quantized.h"
@@ -18,18 +18,15 @@ INLINE bool tiled_quantized(const QuantizedArguments&, const T*, long, void*, lo
 #if defined(NOVA_TILES)
 
 constexpr long kAheadBytes = 8192;  // that integers are asked for before they are widened, for the first cache
+constexpr long kFewAhead = 2, kFewRing = 4;  // runs that are widened before they are multiplied, and room for so many, where rows pass by once
+constexpr long kManyAhead = kBlockDepth / kRunDepth, kManyRing = 2 * kManyAhead;  // where they pass by a piece, block after block
 constexpr long kIntegerRows = kTileSide;  // fewer take less time without tiles, and the bits are the same
 
-// A stretch of one group: no deeper than a block of tiled_linear.h.
+// Columns [start, start + count) of a group: no more than a block of tiled_linear.h has.
 struct Piece {
-    long group, start, count;  // columns [start, start + count) of the group
-    bool is_first, is_last;    // of it
+    long group, start, count;
+    bool is_last;  // of the group
 };
-
-INLINE Piece piece_at(const QuantizedArguments& args, long k) {
-    const long group = k / args.group, end = smaller(args.layer.k, (group + 1) * args.group), count = smaller(kBlockDepth, end - k);
-    return {group, k - group * args.group, count, k == group * args.group, k + count == end};
-}
 
 // Asks for panels that lie step by step side by side, as one stream, and pass by once.
 struct AskStream {
@@ -45,59 +42,127 @@ struct AskStream {
     INLINE void end_run() {}
 };
 
-// Panels of integers as bf16 tiles: [P][steps][16][2].
+// The integers of panels one behind the other, P side by side: they are widened run by run, as they lie, into rings of tiles.
+template <class Columns, int P>
+class WidenedStream {
+  public:
+    using Tiles = TilePanels<P, kRowBytes, true>;
+
+    // rings [P][ring runs][16][16][2].
+    WidenedStream(const QuantizedArguments& args, const uint8_t* at, long panels, long ring, char* rings)
+        : from_(at + P * kScaleBytes),
+          rings_(rings),
+          ring_bytes_(ring * kTileBytes),
+          panel_runs_(args.layer.k / kRunDepth),
+          group_runs_(smaller(args.group, args.layer.k) / kRunDepth),
+          left_(panels / P * panel_runs_),
+          left_of_panel_(panel_runs_),
+          left_of_group_(group_runs_) {}
+
+    INLINE void widen_runs(long count) {
+        for (; count > 0 && left_ > 0; count--, go_on()) {
+            for (int p = 0; p < P; p++) widen(p);
+        }
+    }
+
+    // The tiles of the next piece.
+    INLINE Tiles take(long, const Piece& piece) {
+        Tiles tiles;
+        for (int p = 0; p < P; p++) tiles.at[p] = rings_ + p * ring_bytes_;
+        tiles.first = taken_;
+        tiles.ring_bytes = ring_bytes_;
+        taken_ += piece.count / kRunDepth * kTileBytes;
+        return tiles;
+    }
+
+    // Goes on while a piece is multiplied: a panel's part behind one of a run's products.
+    struct Beside {
+        WidenedStream& stream;
+
+        template <int kParts>
+        INLINE void ask(int part, const char* const (&)[P], long) {
+            if (part < P && stream.left_ > 0) stream.widen(part);
+        }
+        INLINE void end_run() { stream.go_on(); }
+    };
+    INLINE Beside beside() { return {*this}; }
+
+  private:
+    static constexpr int kPairs = IntegerDotPanel<Columns>::kPairs;
+    static constexpr long kSteps = kRunSteps / kPairs;  // chunks of a panel in a run
+    const uint8_t* from_;  // the next run
+    char* rings_;
+    long ring_bytes_;               // of one panel
+    long written_ = 0, taken_ = 0;  // bytes of a panel, of which the ring has the last ones
+    long panel_runs_, group_runs_;  // the last group may have fewer
+    long left_, left_of_panel_, left_of_group_;
+
+    INLINE void widen(int panel) const {
+        const uint8_t* chunk = from_ + panel * kChunkBytes;
+        char* line = rings_ + panel * ring_bytes_ + (written_ & (ring_bytes_ - 1));
+        UNROLL for (long i = 0; i < kSteps; i++, chunk += P * kChunkBytes) {
+            __m512bh pairs[kPairs];
+            __builtin_prefetch(chunk + kAheadBytes, 0, 3);
+            Columns::widen(chunk, pairs);
+            UNROLL for (int j = 0; j < kPairs; j++, line += kRowBytes) _mm512_store_si512(line, (__m512i)pairs[j]);
+        }
+    }
+
+    INLINE void go_on() {
+        from_ += kSteps * P * kChunkBytes;
+        written_ += kTileBytes;
+        left_--;
+        if (--left_of_panel_ == 0) left_of_panel_ = panel_runs_;
+        if (--left_of_group_ == 0) {
+            left_of_group_ = smaller(group_runs_, left_of_panel_);
+            from_ += P * kScaleBytes;  // they lie before each group
+        }
+    }
+};
+
+// Panels of integers as bf16 tiles.
 template <class Columns>
 struct WidenedPanels {
     using Product = Bf16Product;
-    using First = AskNothing;  // what the first rows ask for: whoever widens has asked
     using Format = IntegerDotPanel<Columns>;
-    static constexpr long kDepth = kRunDepth, kSlotBytes = 2 * kBlockDepth * kLanes * sizeof(Bf16);
-    template <int P>
-    using Tiles = TilePanels<P, kRowBytes>;
+    static constexpr long kDepth = kRunDepth, kMemory = 2 * kManyRing * kTileBytes;
     const Records<Format>& records;
     const uint8_t* packed;
 
+    // Panels [begin, end), with kMemory bytes of memory.
     template <int P>
-    INLINE Tiles<P> get(long panel, const Piece& piece, char* slot) const {
-        constexpr int kPairs = Format::kPairs;
-        const long step = records.step_bytes(panel), at = piece.group * records.record_bytes(panel) + piece.start / Format::kPack * step;
-        const uint8_t* from[P];
-        Tiles<P> tiles;
-        for (int p = 0; p < P; p++) {
-            from[p] = packed + records.chunks_at(panel + p) + at;
-            tiles.at[p] = slot + p * kSlotBytes / 2;
-        }
-        for (long i = 0; i < piece.count / Format::kPack; i++) {
-            UNROLL for (int p = 0; p < P; p++) {
-                __m512bh pairs[kPairs];
-                __builtin_prefetch(from[p] + i * step + kAheadBytes, 0, 3);
-                Columns::widen(from[p] + i * step, pairs);
-                UNROLL for (int j = 0; j < kPairs; j++) {
-                    _mm512_store_si512(slot + p * kSlotBytes / 2 + (i * kPairs + j) * kRowBytes, (__m512i)pairs[j]);
-                }
-            }
-        }
-        return tiles;
+    WidenedStream<Columns, P> stream(const QuantizedArguments& args, long begin, long end, long num_rows, char* memory) const {
+        const bool are_few = num_rows <= kPairRows;
+        const uint8_t* at = packed + records.scales_at(begin);
+        WidenedStream<Columns, P> stream(args, at, end - begin, are_few ? kFewRing : kManyRing, memory);
+        stream.widen_runs(are_few ? kFewAhead : kManyAhead);
+        return stream;
     }
 };
 
 // Panels of `RoundedPanel`, where they lie.
-struct IntegerPanels {
-    using Product = IntegerProduct;
-    using First = AskStream;
-    static constexpr long kDepth = kRunSteps * RoundedPanel::kPack, kSlotBytes = 0;
-    template <int P>
+template <int P>
+struct IntegerStream {
     using Tiles = TilePanels<P, P * kChunkBytes>;
     const Records<RoundedPanel>& records;
     const uint8_t* packed;
 
-    template <int P>
-    INLINE Tiles<P> get(long panel, const Piece& piece, char*) const {
+    INLINE Tiles take(long panel, const Piece& piece) const {
         const long at = piece.group * records.record_bytes(panel) + piece.start / RoundedPanel::kPack * P * kChunkBytes;
-        Tiles<P> tiles;
+        Tiles tiles;
         for (int p = 0; p < P; p++) tiles.at[p] = (const char*)packed + records.chunks_at(panel + p) + at;
         return tiles;
     }
+    INLINE AskStream beside() const { return {}; }
+};
+struct IntegerPanels {
+    using Product = IntegerProduct;
+    static constexpr long kDepth = kRunSteps * RoundedPanel::kPack, kMemory = 0;
+    const Records<RoundedPanel>& records;
+    const uint8_t* packed;
+
+    template <int P>
+    IntegerStream<P> stream(const QuantizedArguments&, long, long, long, char*) const { return {records, packed}; }
 };
 
 // What a group's sums of a row of the layer come to.
@@ -135,47 +200,60 @@ struct TiledQuantized {
     // All rows over panels [begin, end).
     void run(long begin, long end) const {
         static thread_local Scratch scratch;
-        const long size = round_up(num_rows, kPairRows) * 2 * kRowBytes;
-        char* memory = scratch.get<char>(3 * size + 2 * Panels::kSlotBytes);
+        const long size = round_up(num_rows, kPairRows) * 2 * kRowBytes, pairs_end = begin + (end - begin) / 2 * 2;
+        char* memory = scratch.get<char>(3 * size + Panels::kMemory);
         TileRegisters registers;
-        long panel = begin;
-        for (; panel + 2 <= end; panel += 2) sweep<2>(panel, memory, size, registers);
-        if (panel < end) sweep<1>(panel, memory, size, registers);
+        sweep_all<2>(begin, pairs_end, memory, size, registers);
+        sweep_all<1>(pairs_end, end, memory, size, registers);
         output.finish();
     }
 
-    // The next piece is widened before this one is multiplied, and a block's sums are scaled when the next one has been multiplied:
-    // tiles that have just been written, and sums that a tile has just stored, take long to read.
+  private:
     template <int P>
-    void sweep(long panel, char* memory, long size, TileRegisters& registers) const {
+    INLINE void sweep_all(long begin, long end, char* memory, long size, TileRegisters& registers) const {
+        if (begin == end) return;
+        auto stream = panels.template stream<P>(args, begin, end, num_rows, memory + 3 * size);
+        for (long panel = begin; panel < end; panel += P) sweep<P>(panel, stream, memory, size, registers);
+    }
+
+    // A block's sums are scaled when the next one has been multiplied: what a tile has just stored takes long to read.
+    template <int P, class Stream>
+    void sweep(long panel, Stream& stream, char* memory, long size, TileRegisters& registers) const {
         float* totals = (float*)memory;
-        char *sums = memory + size, *slots = memory + 3 * size;
         memset(totals, 0, num_rows * P * kRowBytes);
         GroupSums<P> finished{};
-        Piece piece = piece_at(args, 0);
-        auto tiles = panels.template get<P>(panel, piece, slots);
-        for (long k = 0, turn = 1; k < args.layer.k; turn = 1 - turn) {
-            const Piece next = piece_at(args, k + piece.count);
-            const auto next_tiles = next.count > 0 ? panels.template get<P>(panel, next, slots + turn * Panels::kSlotBytes) : tiles;
-            for (long row = 0; row < num_rows; row += kPairRows) {
-                const long count = smaller(kPairRows, num_rows - row);
-                char* to = sums + piece.group % 2 * size + row * P * kRowBytes;
-                const auto multiply = [&](const auto& ask) {
-                    multiply_rows<typename Panels::Product>(registers, rows.from(row, k / Panels::kDepth), count, tiles,
-                                                            piece.count / Panels::kDepth, piece.is_first, to, ask);
-                };
-                row == 0 ? multiply(typename Panels::First{}) : multiply(AskNothing{});
-                add(finished);
-                finished = GroupSums<P>{to, totals + row * P * kLanes, row, piece.is_last ? count : 0, piece.group, {}};
-                if (piece.is_last) get_scales(panel, finished);
+        for (long group = 0, k = 0; k < args.layer.k; group++) {
+            const long begin = k, end = smaller(args.layer.k, begin + args.group);
+            for (long count; k < end; k += count) {
+                count = smaller(kBlockDepth, end - k);
+                const Piece piece{group, k - begin, count, k + count == end};
+                sweep_rows<P>(panel, k, piece, stream, memory, size, registers, finished);
             }
-            k += piece.count;
-            piece = next;
-            tiles = next_tiles;
         }
         add(finished);
         for (long row = 0; row < num_rows; row += kPairRows) {
             output.template write_now<P>(row, panel, totals + row * P * kLanes, smaller(kPairRows, num_rows - row));
+        }
+    }
+
+    // All rows over a piece, whose first column is k.
+    template <int P, class Stream>
+    INLINE void sweep_rows(long panel, long k, const Piece& piece, Stream& stream, char* memory, long size, TileRegisters& registers,
+                           GroupSums<P>& finished) const {
+        float* totals = (float*)memory;
+        char* sums = memory + size + piece.group % 2 * size;
+        const auto tiles = stream.take(panel, piece);
+        for (long row = 0; row < num_rows; row += kPairRows) {
+            const long count = smaller(kPairRows, num_rows - row);
+            char* to = sums + row * P * kRowBytes;
+            const auto multiply = [&](const auto& aside) {
+                multiply_rows<typename Panels::Product>(registers, rows.from(row, k / Panels::kDepth), count, tiles, piece.count / Panels::kDepth,
+                                                        piece.start == 0, to, aside);
+            };
+            row == 0 ? multiply(stream.beside()) : multiply(AskNothing{});
+            add(finished);
+            finished = GroupSums<P>{to, totals + row * P * kLanes, row, piece.is_last ? count : 0, piece.group, {}};
+            if (piece.is_last) get_scales(panel, finished);
         }
     }
 
