@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 
 class BlockPool:
@@ -48,11 +49,10 @@ class BlockPool:
         free, refs = self._free, self._refs
         if count > len(free):
             return None
-        blocks = []
-        for _ in range(count):
-            block, _ = free.popitem(False)
+        blocks = list(islice(free, count))
+        for block in blocks:
+            del free[block]
             refs[block] = 1
-            blocks.append(block)
         return blocks
 
     def share(self, block: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from novainfer.kv.block_pool import BlockPool
@@ -149,23 +149,30 @@ class KVCacheManager:
         table.prefix = prefix
         table.num_indexed = end
 
-    def index_next_blocks(self, computed: Iterable[tuple[BlockTable, Column, int]]) -> None:
-        """`index_blocks` for each of these, of which mostly each has filled one block."""
-        size, entries, tables = self.block_size, [], []
+    def index_all(self, computed: Sequence[tuple[BlockTable, Column, int]]) -> None:
+        """`index_blocks` for each of these."""
+        size, entries = self.block_size, list[Entry]()
+        tables: list[tuple[BlockTable, Entry | bytes, int]] = []
         for table, token_ids, num_computed in computed:
-            i, keys = table.num_indexed, table.keys
-            if num_computed // size != i + 1 or not (self._caching and table.use_prefix_cache):
-                self.index_blocks(table, token_ids, num_computed)
+            if not (self._caching and table.use_prefix_cache):
                 continue
-            content = token_ids[i * size : num_computed // size * size]
-            before = keys[i - 1] if i else table.root
-            if i == len(keys):
-                keys.append(chain_key(before, content))
-            entries.append(Entry(table.blocks[i], keys[i], table.prefix, before, content))
-            tables.append(table)
-        for table, entry in zip(tables, self.index.insert_all(entries), strict=True):
-            table.prefix = entry
-            table.num_indexed += 1
+            first, end = table.num_indexed, num_computed // size
+            keys, prefix = table.keys, table.prefix
+            key, start = keys[first - 1] if first else table.root, first * size
+            for block in table.blocks[first:end]:
+                before, content = key, token_ids[start : start + size]
+                if start == len(keys) * size:
+                    keys.append(chain_key(before, content))
+                key, start = keys[start // size], start + size
+                prefix = Entry(block, key, prefix, before, content)
+                entries.append(prefix)
+            tables.append((table, prefix, end))
+        if self.index.insert_new(entries):  # as nearly always
+            for table, prefix, end in tables:
+                table.prefix, table.num_indexed = prefix, end
+        else:
+            for one in computed:
+                self.index_blocks(*one)
 
     def adopt(self, held: Sequence[IndexedBlock]) -> None:
         """Take over the blocks that the workers hold, listed by entry into the index; nothing may be allocated yet.

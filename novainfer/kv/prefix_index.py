@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from hashlib import sha256
+from operator import attrgetter
 
 from novainfer.protocol.columns import Column, column, column_from
 from novainfer.protocol.step import IndexedBlock
@@ -41,6 +42,10 @@ class Entry:
     parent: Entry | bytes
     parent_key: bytes  # the parent's, or the chain's start
     token_ids: Column
+
+
+# There is a full block in nearly every step: they are looked at in C.
+_BLOCK, _KEY, _PARENT_KEY, _TOKEN_IDS = map(attrgetter, ("block", "key", "parent_key", "token_ids"))
 
 
 @dataclass(slots=True)
@@ -91,21 +96,23 @@ class PrefixIndex:
         changes[block] = self._by_key[key] = self._by_block[block] = entry
         return entry
 
-    def insert_all(self, entries: list[Entry]) -> list[Entry]:
-        """`insert` for each of these. None is another's parent."""
-        by_key = {entry.key: entry for entry in entries}
-        by_block = {entry.block: entry for entry in entries}
-        if (
+    def insert_new(self, entries: list[Entry]) -> bool:
+        """Remember these at once, each after its parent, if no key and no block of theirs is known, so that a look at
+        each is saved; else False, and nothing changed.
+        """
+        by_key = dict(zip(map(_KEY, entries), entries, strict=True))
+        by_block = dict(zip(map(_BLOCK, entries), entries, strict=True))
+        if not (
             len(by_key) == len(by_block) == len(entries)
             and self._by_key.keys().isdisjoint(by_key)
             and self._by_block.keys().isdisjoint(by_block)
             and self._changes.keys().isdisjoint(by_block)
-        ):  # as nearly always: they are all new, and a look at each is saved
-            self._by_key.update(by_key)
-            self._by_block.update(by_block)
-            self._changes.update(by_block)
-            return entries
-        return [self.insert(entry.block, entry.key, entry.parent, entry.token_ids) for entry in entries]
+        ):
+            return False
+        self._by_key.update(by_key)
+        self._by_block.update(by_block)
+        self._changes.update(by_block)
+        return True
 
     def restore(self, held: IndexedBlock) -> bytes | None:
         """Remember a block that the workers told of; its key, or None where it cannot be remembered."""
@@ -135,12 +142,12 @@ class PrefixIndex:
         if not self._changes:
             return _NO_CHANGES
         changes, self._changes = self._changes, {}
-        entered = [entry for entry in changes.values() if entry is not None]
+        entered = list(filter(None, changes.values()))
         return IndexChanges(
             [block for block, entry in changes.items() if entry is None] if len(entered) < len(changes) else [],
-            column([entry.block for entry in entered]),
-            b"".join([entry.parent_key for entry in entered]),
-            column_from(b"".join([entry.token_ids for entry in entered])),
+            column(map(_BLOCK, entered)),
+            b"".join(map(_PARENT_KEY, entered)),
+            column_from(b"".join(map(_TOKEN_IDS, entered))),
         )
 
 

@@ -12,6 +12,7 @@ from novainfer.kv.prefix_index import IndexChanges
 from novainfer.protocol.columns import Column, column
 from novainfer.protocol.messages import FINISH_ERROR, FINISH_REFUSED, Notes, PromptLogprobs, TokenOutput
 from novainfer.protocol.step import GIVEN_UP, NOT_FOLLOWED, RULED_OUT, NewRow, StepPlan, StepResult
+from novainfer.scheduler.indexing import IndexPace
 from novainfer.scheduler.request import Sequence
 
 T = TypeVar("T")
@@ -105,21 +106,22 @@ class StepRecord:
         row = self.rows[next(i for i, other in enumerate(self.sequences) if other is sequence)]
         return _REFUSALS.get(result.refused.get(row, ""), NOT_FINITE)
 
-    def confirm(self, block_size: int, steady: list[Sequence]) -> list[Sequence]:
-        """What the others have computed in it is there. Returns those that run and have filled a block by it, together
-        with members of the cohort, `steady`, that have: in the plan's order.
+    def confirm(self, pace: IndexPace, steady: list[Sequence]) -> list[Sequence]:
+        """What the others have computed in it is there. Returns those that run and whose blocks are to be indexed now,
+        together with such members of the cohort, `steady`: in the plan's order.
         """
         full = []
         for place, generation in self.others.items():
             sequence, count = self.sequences[place], self.counts[place]
             if generation == sequence.generation:
                 sequence.num_confirmed_tokens = confirmed = sequence.num_confirmed_tokens + count
-                if confirmed % block_size < count and sequence.is_running:
+                if sequence.is_running and pace.is_due(sequence.row, confirmed, count, sequence.prompt_len):
                     full.append(sequence)
         if not full:
             return steady
-        places = _places(self.rows)
-        return sorted(full + steady, key=lambda s: places[s.row])
+        full += steady
+        places = _places_of([sequence.row for sequence in full], self.rows)
+        return [sequence for _, sequence in sorted(zip(places, full, strict=True))]
 
     def sampled_by(self, result: StepResult) -> list[Sequence]:
         """Whose tokens the result has, in its order. Raises `EngineError` if it does not answer this step."""

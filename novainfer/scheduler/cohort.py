@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass, field
-from itertools import islice
 from typing import TypeVar
 
-from novainfer.protocol.columns import Column, column, column_from
+from novainfer.protocol.columns import column
 from novainfer.protocol.step import StepResult
 from novainfer.scheduler.batch import Steady, StepBatch, StepRecord
+from novainfer.scheduler.indexing import IndexPace
+from novainfer.scheduler.newest import NewestTokens
 from novainfer.scheduler.request import Sequence, by_age
 
 T = TypeVar("T")
@@ -26,32 +26,32 @@ class Cohort:
     A member computes one token in every plan from step `Sequence.joined` on, and every such plan's result has one token
     of it. So what it has now follows from the numbers of the newest plan and of the newest result. Its own counters
     know nothing of these plans until `leave` brings them up to date (results of older ones still come in one by one);
-    `settle` does so with those of the results alone (token ids, confirmed tokens), and happens by itself whenever a
-    block is full. Who is to be looked at, or is to have anything but one plain token, must leave before: whoever ends,
-    loses its row, or sampled a stop token. The plans in flight that it was a member of then count it among those that
-    are looked at one by one.
+    `settle` does so with those of the results alone (token ids, confirmed tokens), and happens by itself whenever its
+    blocks are to be indexed (`IndexPace`). Who is to be looked at, or is to have anything but one plain token, must
+    leave before: whoever ends, loses its row, or sampled a stop token. The plans in flight that it was a member of then
+    count it among those that are looked at one by one.
     """
 
-    def __init__(self, block_size: int, in_flight: deque[StepRecord]) -> None:
+    def __init__(self, num_rows: int, pace: IndexPace, in_flight: deque[StepRecord]) -> None:
         """in_flight: the scheduler's, oldest first; only entries of members that leave are written."""
         self.others: list[Sequence] = []  # that run, in order of age
         self._members: list[Sequence] = []  # in order of age; the next three are columns of theirs
         self._rows, self._refs, self._first_indexes = column(), column(), column()
-        self._block_size = block_size
+        self._block_size = pace.block_size
+        self._pace = pace
         self._in_flight = in_flight
         self._planned = 0  # step of the newest plan
         self._taken = 0  # step of the newest result
         self._steady: Steady | None = None  # the members' columns, if nobody came or went since they were made
         # By the number of computed tokens before step n, less n, modulo the block size; in order of age.
-        self._phases: list[list[Sequence]] = [[] for _ in range(block_size)]
+        self._phases: list[list[Sequence]] = [[] for _ in range(pace.block_size)]
+        # Likewise, by what `IndexPace.place` makes of that number.
+        self._index_phases: list[list[Sequence]] = [[] for _ in range(pace.num_tokens)]
         self._sum_computed = 0  # of all members: computed tokens before step n, less n
         self._last_steps: defaultdict[int, list[Sequence]] = defaultdict(list)  # by the step of their last token
         self._stop_ids: Counter[int] = Counter()
         self._tenants: Counter[str] = Counter()
-        # As many of the newest results as a member may not have in its own `token_ids`.
-        self._newest: deque[_Tokens] = deque(maxlen=block_size)
-        self._num_same_rows = 0  # of the newest results: those for the same rows
-        self._places: tuple[Column, dict[int, int]] = column(), {}  # of such rows
+        self._newest = NewestTokens(pace.num_tokens, num_rows)  # that a member may not have in its own `token_ids`
 
     @staticmethod
     def admits(sequence: Sequence) -> bool:
@@ -87,7 +87,8 @@ class Cohort:
         self._rows.insert(place, sequence.row)
         self._refs.insert(place, sequence.ref)
         self._first_indexes.insert(place, sequence.first_index)
-        insort(self._phase(sequence), sequence, key=by_age)
+        for phase in self._phases_of(sequence):
+            insort(phase, sequence, key=by_age)
         self._sum_computed += sequence.num_computed_tokens - step
         self._last_steps[self._last_step(sequence)].append(sequence)
         self._stop_ids.update(sequence.stop_token_ids)
@@ -104,7 +105,8 @@ class Cohort:
         place = bisect_left(self._members, sequence.age, key=by_age)
         for values in (self._members, self._rows, self._refs, self._first_indexes):
             del values[place]
-        self._phase(sequence).remove(sequence)
+        for phase in self._phases_of(sequence):
+            phase.remove(sequence)
         self._sum_computed -= sequence.num_computed_tokens - first
         last = self._last_step(sequence)
         self._last_steps[last].remove(sequence)
@@ -121,7 +123,7 @@ class Cohort:
         members, self._members = self._members, []
         self._rows, self._refs, self._first_indexes = column(), column(), column()
         if members:
-            for phase in self._phases:
+            for phase in (*self._phases, *self._index_phases):
                 phase.clear()
             for counts in (self._last_steps, self._stop_ids, self._tenants):
                 counts.clear()
@@ -145,8 +147,11 @@ class Cohort:
                 sequence.last_step = self._planned
             sequence.joined = 0
 
-    def _phase(self, sequence: Sequence) -> list[Sequence]:
-        return self._phases[(sequence.num_computed_tokens - sequence.joined) % self._block_size]
+    def _phases_of(self, sequence: Sequence) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that it belongs to, for its growth and for the index."""
+        shift = sequence.num_computed_tokens - sequence.joined
+        place = self._pace.place(sequence.row, shift)
+        return self._phases[shift % self._block_size], self._index_phases[place]
 
     @staticmethod
     def _last_step(sequence: Sequence) -> int:
@@ -159,8 +164,9 @@ class Cohort:
         """Whether anybody who runs may have tokens in the next plan: not while all that is left of them is in flight.
         Whoever may have drafts is to be asked.
         """
-        if self._members:
-            return True
+        return bool(self._members) or self._others_may_go_on()
+
+    def _others_may_go_on(self) -> bool:
         for s in self.others:
             left = len(s.token_ids) + s.num_pending - s.num_computed_tokens
             if left > 1 or s.drafts is not None or (left == 1 and s.num_computed_tokens + 1 < s.end_len - s.num_ahead):
@@ -169,8 +175,8 @@ class Cohort:
 
     @property
     def is_alone(self) -> bool:
-        """Whether all who run are members; not if nobody runs."""
-        return not self.others and bool(self._members)
+        """Whether members, and nobody else who runs, may have tokens in the next plan."""
+        return bool(self._members) and not self._others_may_go_on()
 
     def starting_blocks(self, step: int) -> list[Sequence]:
         """The members whose token of this step, the next one, is the first of a block that they lack; by age."""
@@ -225,61 +231,25 @@ class Cohort:
                 self.leave(sequence, record)
 
     def take(self, record: StepRecord, result: StepResult) -> list[Sequence]:
-        """Take the members' tokens. Returns those members that have a full block by it, in order of age; settled."""
-        self._taken = record.step
+        """Take the members' tokens. Returns those whose blocks are to be indexed now, in order of age; settled."""
+        self._taken = step = record.step
         if not self._members:
             return []
-        rows = record.sampled_rows
-        has_same_rows = bool(self._newest) and self._newest[-1].rows is rows
-        self._num_same_rows = self._num_same_rows + 1 if has_same_rows else 1
-        self._newest.append(_Tokens(rows, result.token_ids))
-        full = [s for s in self._phases[-(record.step + 1) % self._block_size] if s.joined <= record.step]
-        if self._num_same_rows < self._block_size:
-            for sequence in full:
-                self.settle(sequence)
-        elif full:
-            self._settle_by_stride(full)
-        return full
+        if not record.drafts:  # nobody in a step with drafts is a member
+            self._newest.put(step, record.sampled_rows, result.token_ids)
+        due = [s for s in self._index_phases[-(step + 1) % self._pace.num_tokens] if s.joined <= step]
+        for sequence in due:
+            self.settle(sequence)
+        return due
 
     def settle(self, sequence: Sequence) -> None:
         """Add what it got by results to its own counters; nothing happens to one that is no member."""
         count = self._taken - sequence.settled if sequence.joined else 0
         if count > 0:
-            row = sequence.row
-            newest = islice(self._newest, len(self._newest) - count, None)
-            self._settle(sequence, column([(tokens.by_row or tokens.sort())[row] for tokens in newest]))
-
-    def _settle_by_stride(self, sequences: list[Sequence]) -> None:
-        """`settle` for members when a block's worth of results is for the same rows: each row's are so far apart."""
-        rows = self._newest[-1].rows
-        if self._places[0] is not rows:
-            self._places = rows, {row: place for place, row in enumerate(rows)}
-        places, width = self._places[1], len(rows)
-        tokens = column_from(b"".join([result.token_ids for result in self._newest]))
-        oldest = self._taken - len(self._newest)
-        for sequence in sequences:
-            self._settle(sequence, tokens[(sequence.settled - oldest) * width + places[sequence.row] :: width])
-
-    def _settle(self, sequence: Sequence, tokens: Column) -> None:
-        count = len(tokens)
-        sequence.token_ids += tokens
-        sequence.num_confirmed_tokens += count
-        sequence.num_pending -= count
-        sequence.settled = self._taken
-
-
-@dataclass(slots=True)
-class _Tokens:
-    """Those of one result. by_row: empty until somebody asks."""
-
-    rows: Column
-    token_ids: Column
-    by_row: dict[int, int] = field(default_factory=dict)
-
-    def sort(self) -> dict[int, int]:
-        """Fill `by_row`."""
-        self.by_row = dict(zip(self.rows, self.token_ids, strict=True))
-        return self.by_row
+            sequence.token_ids += self._newest.of_row(sequence.row, sequence.settled + 1)
+            sequence.num_confirmed_tokens += count
+            sequence.num_pending -= count
+            sequence.settled = self._taken
 
 
 def _count_down(counter: Counter[T], key: T) -> None:

@@ -18,12 +18,13 @@ class Drafting:
     def __init__(self, pace: StepPace | None = None) -> None:
         """pace: what is known of the time of steps already."""
         self.pace = StepPace() if pace is None else pace
+        self.is_on = True  # False: nobody ever has any
         self._quiet_until = 0  # no row looks before this step, unless new ones run by then
         self._num_taken = -1  # rows there had been when this was found: those that leave change nothing
 
     def is_quiet(self, step: int, rows: Rows) -> bool:
         """Whether nobody is to have drafts in this step."""
-        return step < self._quiet_until and rows.num_taken == self._num_taken
+        return not self.is_on or (step < self._quiet_until and rows.num_taken == self._num_taken)
 
     def reconsider(self) -> None:
         """Drafts have come true, or have not: rows may look again sooner than was known."""

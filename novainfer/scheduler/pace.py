@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import add, mul
+from operator import add, attrgetter, mul
 
 from novainfer.scheduler.batch import StepRecord
 
@@ -27,6 +27,7 @@ _DECAY = (_KEPT,) * 10
 _RIDGES = tuple(_RIDGE * (1 - _KEPT) if i in _DIAGONAL else 0.0 for i in range(10))
 _FEW_DRAFTS = 2.0  # steps with drafts that are assumed until there were some
 _DRAFTS_PART = 0.25  # of a step's time: what drafts added to those
+_IS_FINISHED = attrgetter("finished")
 
 
 class StepPace:
@@ -52,7 +53,7 @@ class StepPace:
         """
         began = max(self._last_result, record.submitted or 0.0)
         self._last_result = now
-        if now > began and any(not sequence.finished for sequence in record.sequences):
+        if now > began and not all(map(_IS_FINISHED, record.sequences)):
             self.observe(now - began, record.num_tokens, record.context, num_drafted)
 
     def observe(self, seconds: float, num_tokens: int, context: int, num_drafted: int = 0) -> None:

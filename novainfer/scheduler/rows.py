@@ -11,6 +11,7 @@ from novainfer.kv.manager import KVCacheManager
 from novainfer.scheduler.batch import StepRecord
 from novainfer.scheduler.cohort import Cohort
 from novainfer.scheduler.fairness import FairShares
+from novainfer.scheduler.indexing import IndexPace
 from novainfer.scheduler.request import NO_ROW, Sequence, by_age
 
 # So many times its share is too much. Less is left to who starts next: to preempt for it would cost more than it gives.
@@ -37,7 +38,8 @@ class Rows:
         self.num_rows = min(info.max_num_seqs, config.max_num_seqs)
         self.running: list[Sequence] = []
         self.num_taken = 0
-        self.cohort = Cohort(info.block_size, in_flight)
+        self.pace = IndexPace(info.block_size)
+        self.cohort = Cohort(self.num_rows, self.pace, in_flight)
         self._shares = shares
         self._free = list(range(self.num_rows - 1, -1, -1))
         self._freed: list[int] = []  # since the last plan
@@ -56,8 +58,13 @@ class Rows:
         self._shares.of(sequence.tenant).num_rows += 1
 
     def release(self, sequence: Sequence) -> None:
-        """Row and blocks go back. Steps in flight may still write there: later steps run after them."""
+        """Row and blocks go back; who has the same prefix finds those that are full. Steps in flight may still write
+        there: later steps run after them.
+        """
         self.cohort.loses_row(sequence)
+        # It may have ended before the last of its drafts that came true.
+        num_known = min(sequence.num_confirmed_tokens, len(sequence.token_ids))
+        self.kv.index_blocks(sequence.table, sequence.token_ids, num_known)
         self.kv.release(sequence.table)
         del self.running[bisect_left(self.running, sequence.age, key=by_age)]
         self._shares.of(sequence.tenant).num_rows -= 1
@@ -68,7 +75,7 @@ class Rows:
     def index(self, full: list[Sequence]) -> None:
         """Offer the blocks that these have filled to the prefix index; not of those that run no more."""
         if full:
-            self.kv.index_next_blocks([(s.table, s.token_ids, s.num_confirmed_tokens) for s in full if s.row != NO_ROW])
+            self.kv.index_all([(s.table, s.token_ids, s.num_confirmed_tokens) for s in full if s.row != NO_ROW])
 
     def drop_all(self) -> list[Sequence]:
         """The workers are gone: the sequences that ran; they must forget what they held."""

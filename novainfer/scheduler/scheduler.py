@@ -78,7 +78,7 @@ class Scheduler:
         self._info = info
         self._has_workers = True
         self._budget = self._config.max_num_batched_tokens or info.max_num_batched_tokens
-        self._may_draft = self._config.speculation != "none" and info.can_draft
+        self._drafting.is_on = self._config.speculation != "none" and info.can_draft
         self._rows = Rows(info, self._config, self._cache_config, self._shares, self._in_flight)
         self._placement = Placement(self._rows, self.waiting, self._shares, self.totals)
 
@@ -121,7 +121,7 @@ class Scheduler:
         if is_new and self._num_live + n > room:
             raise OverloadedError("The queue is full. Please retry later.", retry_after=self.queue_seconds)
         self._shares.enter(message.tenant, n)
-        request = make_request(message, self._arrivals, now, may_draft=self._may_draft)
+        request = make_request(message, self._arrivals, now, may_draft=self._drafting.is_on)
         self._arrivals += 1
         self.requests[request.request_id] = request
         self._num_live += n
@@ -286,7 +286,7 @@ class Scheduler:
             self.timing.first_tokens(record.begun, self.now)
             self._drafting.pace.measure(record, self.now, sum(result.num_drafted))
         bad = record.not_finite(result)
-        full = record.confirm(self._info.block_size, self._rows.cohort.take(record, result))
+        full = record.confirm(self._rows.pace, self._rows.cohort.take(record, result))
         if record.drafts:
             full += take_drafts(record, result, self._shares, self.totals, self._info.block_size)
             self._drafting.reconsider()
@@ -370,9 +370,6 @@ class Scheduler:
         self._shares.leave(sequence.tenant, self._step)
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
         if sequence.is_running:
-            # It may have ended before the last of its drafts that came true.
-            num_known = min(sequence.num_confirmed_tokens, len(sequence.token_ids))
-            self.kv.index_blocks(sequence.table, sequence.token_ids, num_known)
             self._rows.release(sequence)
         else:
             self.waiting.remove(sequence)

@@ -209,15 +209,18 @@ def test_given_tables_of_all_kinds_when_indexed_together_then_it_is_as_if_one_af
         manager.fork(mine[0], child, len(contents[0]))
         mine.append(child)
     computed = [column(tokens) for tokens in (*contents, contents[0])]
-    managers[0].index_next_blocks([(t, ids, len(ids)) for t, ids in zip(tables[0], computed, strict=True)])
+    managers[0].index_all([(t, ids, len(ids)) for t, ids in zip(tables[0], computed, strict=True)])
     for new, ids in zip(tables[1], computed, strict=True):
         managers[1].index_blocks(new, ids, len(ids))
     assert [(t.num_indexed, t.keys) for t in tables[0]] == [(t.num_indexed, t.keys) for t in tables[1]]
     assert set(managers[0].index._by_key) == set(managers[1].index._by_key)
     told = [entered(manager.index.take_changes(), size=2) for manager in managers]
     assert sorted(told[0].values()) == sorted(told[1].values())  # of the same content another block may have come first
+    untold = {chain_key(parent, column(ids)) for parent, ids in told[0].values()}
     for block, (parent, ids) in told[0].items():
         assert managers[0].index._by_block[block].key == chain_key(parent, column(ids))
+        assert parent not in untold  # it was told before
+        untold.discard(chain_key(parent, column(ids)))
     assert sorted(managers[0].index._by_key) == sorted(entry.key for entry in managers[0].index._by_block.values())
     for tokens in contents:
         hits = [manager.attach_prefix(table("t"), column([*tokens, 2])) for manager in managers]

@@ -16,6 +16,7 @@ from novainfer.protocol.messages import AddRequest, TokenOutput
 from novainfer.scheduler.assembly import members_alone
 from novainfer.scheduler.batch import StepRecord
 from novainfer.scheduler.cohort import Cohort
+from novainfer.scheduler.newest import NewestTokens
 from novainfer.scheduler.request import Sequence
 from tests.engine.engine_driver import make_message
 from tests.oracle import OracleExecutor
@@ -237,17 +238,23 @@ def lose_a_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def turn_round_what_is_settled_together(patch: pytest.MonkeyPatch) -> None:
-    settle, settle_by_stride = Cohort._settle, Cohort._settle_by_stride
+    of_row = NewestTokens.of_row
+    patch.setattr(NewestTokens, "of_row", lambda self, row, step: of_row(self, row, step)[::-1])
 
-    def settles(self: Cohort, sequence: Sequence, tokens: Any) -> None:
-        settle(self, sequence, tokens[::-1])
 
-    def by_stride(self: Cohort, sequences: list[Sequence]) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Cohort, "_settle", settles)
-            settle_by_stride(self, sequences)
+def leave_results_in_the_order_of_rows_that_went(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NewestTokens, "_sort", lambda self: None)
 
-    patch.setattr(Cohort, "_settle_by_stride", by_stride)
+
+def index_too_late(patch: pytest.MonkeyPatch) -> None:
+    phases_of = Cohort._phases_of
+
+    def phases(self: Cohort, sequence: Sequence) -> Any:
+        growth, index = phases_of(self, sequence)
+        phases = self._index_phases
+        return growth, phases[next(i for i, phase in enumerate(phases) if phase is index) - 1]
+
+    patch.setattr(Cohort, "_phases_of", phases)
 
 
 def grow_too_late(patch: pytest.MonkeyPatch) -> None:
@@ -306,6 +313,8 @@ def forget_that_some_may_draft(patch: pytest.MonkeyPatch) -> None:
         forget_that_some_may_draft,
         lose_a_token,
         turn_round_what_is_settled_together,
+        leave_results_in_the_order_of_rows_that_went,
+        index_too_late,
         grow_too_late,
         miss_the_length,
         miss_what_is_odd,

@@ -367,7 +367,7 @@ def blocks_enter_the_index_before_they_are_computed(patch: pytest.MonkeyPatch) -
     wrap(
         patch,
         KVCacheManager,
-        "index_next_blocks",
+        "index_all",
         lambda original, self, computed: [self.index_blocks(*one) for one in computed],
     )
 
