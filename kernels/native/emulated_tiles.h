@@ -45,6 +45,11 @@ NOINLINE void tile_load(const void* from, long stride) {
 }
 
 template <int Register>
+INLINE void tile_load_past(const void* from, long stride) {
+    tile_load<Register>(from, stride);
+}
+
+template <int Register>
 NOINLINE void tile_store(void* to, long stride) {
     const EmulatedTile& tile = emulated_tile(Register);
     for (long row = 0; row < tile.rows; row++) memcpy((char*)to + row * stride, tile.lines[row], tile.row_bytes);

@@ -16,7 +16,7 @@ INLINE bool tiled_linear(const LinearArguments&, const T*, long, void*, long, lo
 
 constexpr long kPairRows = 2 * kTileSide;    // rows of a full block: two tiles
 constexpr long kBlockDepth = 256;            // of a block's rows and widened panels, which then fit the first cache
-constexpr long kSweepDepth = 1024;           // of a block's rows and plain panels: deeper than the first cache, but sums come and go less often
+constexpr long kSweepDepth = 512;            // of a block's rows and plain panels, which stay in the first cache while rows go past it
 constexpr long kPassedBytes = 1L << 20;      // of a layer's weights, which then wash its results out of the second cache
 constexpr long kPassNumbers = 3L << 18;      // of rows that pass by a quantised panel, so that they stay in the second cache
 constexpr long kPassRows = 512;              // that pass by a panel
@@ -137,6 +137,12 @@ struct IntegerProduct {
     static INLINE void multiply() { tile_multiply_integers<Sum, Rows, Columns>(); }
 };
 
+// A tile of rows: one alone comes again with the next panels, and stays in the first cache; two are more than it keeps beside panels.
+template <int Register, int R>
+INLINE void load_rows(const char* x, long stride) {
+    R == 1 ? tile_load<Register>(x, stride) : tile_load_past<Register>(x, stride);
+}
+
 // sums (+)= rows times panels over `runs` runs. R: tiles of rows; P: panels. sums: [16 R][P][16].
 template <int R, class Product, int P, long kStep, bool kAreRings, class Ask>
 NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep, kAreRings>& panels, long runs, bool is_first, void* sums,
@@ -160,9 +166,9 @@ NOINLINE void multiply_tiles(const TileRows& rows, const TilePanels<P, kStep, kA
     const char* x = from.x;
     for (long at = 0, end = runs * run; at < end; at += run, x += from.run) {
         tile_load<6>(columns.tile(0, at), kStep);  // all of them first: tiles that wait for each other hold up loads, too
-        tile_load<4>(x, from.row);
+        load_rows<4, R>(x, from.row);
         if constexpr (P > 1) tile_load<7>(columns.tile(P - 1, at), kStep);
-        if constexpr (R > 1) tile_load<5>(x + from.tile, from.row);
+        if constexpr (R > 1) load_rows<5, R>(x + from.tile, from.row);
         Product::template multiply<0, 4, 6>();
         ahead.template ask<R * P>(0, columns.at, at);
         if constexpr (P > 1) {
