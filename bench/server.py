@@ -42,7 +42,8 @@ def started_server(model: str, *flags: str) -> Iterator[Started]:
         else:
             raise SystemExit("the server did not get ready")
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        asked: list[int] = []  # to end, while the server does
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
         process.terminate()
         try:
             process.wait(_STOP_TIMEOUT)
@@ -50,3 +51,5 @@ def started_server(model: str, *flags: str) -> Iterator[Started]:
             process.kill()
             process.stdout.close()  # type: ignore[union-attr]
             signal.signal(signal.SIGTERM, before)
+            if asked:
+                sys.exit(128 + asked[0])

@@ -154,9 +154,9 @@ class KVCacheManager:
         size, entries = self.block_size, list[Entry]()
         tables: list[tuple[BlockTable, Entry | bytes, int]] = []
         for table, token_ids, num_computed in computed:
-            if not (self._caching and table.use_prefix_cache):
-                continue
             first, end = table.num_indexed, num_computed // size
+            if first >= end or not (self._caching and table.use_prefix_cache):
+                continue
             keys, prefix = table.keys, table.prefix
             key, start = keys[first - 1] if first else table.root, first * size
             for block in table.blocks[first:end]:

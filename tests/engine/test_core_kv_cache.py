@@ -209,9 +209,10 @@ def test_given_tables_of_all_kinds_when_indexed_together_then_it_is_as_if_one_af
         manager.fork(mine[0], child, len(contents[0]))
         mine.append(child)
     computed = [column(tokens) for tokens in (*contents, contents[0])]
-    managers[0].index_all([(t, ids, len(ids)) for t, ids in zip(tables[0], computed, strict=True)])
-    for new, ids in zip(tables[1], computed, strict=True):
-        managers[1].index_blocks(new, ids, len(ids))
+    counts = [data.draw(st.integers(0, len(tokens))) for tokens in computed]  # also fewer than are indexed already
+    managers[0].index_all(list(zip(tables[0], computed, counts, strict=True)))
+    for new, ids, count in zip(tables[1], computed, counts, strict=True):
+        managers[1].index_blocks(new, ids, count)
     assert [(t.num_indexed, t.keys) for t in tables[0]] == [(t.num_indexed, t.keys) for t in tables[1]]
     assert set(managers[0].index._by_key) == set(managers[1].index._by_key)
     told = [entered(manager.index.take_changes(), size=2) for manager in managers]
