@@ -6,7 +6,7 @@
 #pragma once
 
 #include "quantized.h"
-#include "tiled_linear.h"
+#include "tiled_streams.h"
 #include "wide_rows.h"
 
 namespace {
@@ -17,153 +17,7 @@ INLINE bool tiled_quantized(const QuantizedArguments&, const T*, long, void*, lo
 
 #if defined(NOVA_TILES)
 
-constexpr long kAheadBytes = 8192;  // that integers are asked for before they are widened, for the first cache
-constexpr long kFewAhead = 2, kFewRing = 4;  // runs that are widened before they are multiplied, and room for so many, where rows pass by once
-constexpr long kManyAhead = kBlockDepth / kRunDepth, kManyRing = 2 * kManyAhead;  // where they pass by a piece, block after block
 constexpr long kIntegerRows = kTileSide;  // fewer take less time without tiles, and the bits are the same
-
-// Columns [start, start + count) of a group: no more than a block of tiled_linear.h has.
-struct Piece {
-    long group, start, count;
-    bool is_last;  // of the group
-};
-
-// Asks for panels that lie step by step side by side, as one stream, and pass by once.
-struct AskStream {
-    template <int kParts, int P>
-    INLINE void ask(int part, const char* const (&panels)[P], long run) {
-        constexpr long bytes = kRunSteps * P * kRowBytes / kParts;
-        const char* at = panels[0] + run + part * bytes;
-        UNROLL for (long line = 0; line < bytes; line += kRowBytes) {
-            __builtin_prefetch(at + line + kFarBytes, 0, 2);
-            __builtin_prefetch(at + line + kNearBytes, 0, 3);
-        }
-    }
-    INLINE void end_run() {}
-};
-
-// The integers of panels one behind the other, P side by side: they are widened run by run, as they lie, into rings of tiles.
-template <class Columns, int P>
-class WidenedStream {
-  public:
-    using Tiles = TilePanels<P, kRowBytes, true>;
-
-    // rings [P][ring runs][16][16][2].
-    WidenedStream(const QuantizedArguments& args, const uint8_t* at, long panels, long ring, char* rings)
-        : from_(at + P * kScaleBytes),
-          rings_(rings),
-          ring_bytes_(ring * kTileBytes),
-          panel_runs_(args.layer.k / kRunDepth),
-          group_runs_(smaller(args.group, args.layer.k) / kRunDepth),
-          left_(panels / P * panel_runs_),
-          left_of_panel_(panel_runs_),
-          left_of_group_(group_runs_) {}
-
-    INLINE void widen_runs(long count) {
-        for (; count > 0 && left_ > 0; count--, go_on()) {
-            for (int p = 0; p < P; p++) widen(p);
-        }
-    }
-
-    // The tiles of the next piece.
-    INLINE Tiles take(long, const Piece& piece) {
-        Tiles tiles;
-        for (int p = 0; p < P; p++) tiles.at[p] = rings_ + p * ring_bytes_;
-        tiles.first = taken_;
-        tiles.ring_bytes = ring_bytes_;
-        taken_ += piece.count / kRunDepth * kTileBytes;
-        return tiles;
-    }
-
-    // Goes on while a piece is multiplied: a panel's part behind one of a run's products.
-    struct Beside {
-        WidenedStream& stream;
-
-        template <int kParts>
-        INLINE void ask(int part, const char* const (&)[P], long) {
-            if (part < P && stream.left_ > 0) stream.widen(part);
-        }
-        INLINE void end_run() { stream.go_on(); }
-    };
-    INLINE Beside beside() { return {*this}; }
-
-  private:
-    static constexpr int kPairs = IntegerDotPanel<Columns>::kPairs;
-    static constexpr long kSteps = kRunSteps / kPairs;  // chunks of a panel in a run
-    const uint8_t* from_;  // the next run
-    char* rings_;
-    long ring_bytes_;               // of one panel
-    long written_ = 0, taken_ = 0;  // bytes of a panel, of which the ring has the last ones
-    long panel_runs_, group_runs_;  // the last group may have fewer
-    long left_, left_of_panel_, left_of_group_;
-
-    INLINE void widen(int panel) const {
-        const uint8_t* chunk = from_ + panel * kChunkBytes;
-        char* line = rings_ + panel * ring_bytes_ + (written_ & (ring_bytes_ - 1));
-        UNROLL for (long i = 0; i < kSteps; i++, chunk += P * kChunkBytes) {
-            __m512bh pairs[kPairs];
-            __builtin_prefetch(chunk + kAheadBytes, 0, 3);
-            Columns::widen(chunk, pairs);
-            UNROLL for (int j = 0; j < kPairs; j++, line += kRowBytes) _mm512_store_si512(line, (__m512i)pairs[j]);
-        }
-    }
-
-    INLINE void go_on() {
-        from_ += kSteps * P * kChunkBytes;
-        written_ += kTileBytes;
-        left_--;
-        if (--left_of_panel_ == 0) left_of_panel_ = panel_runs_;
-        if (--left_of_group_ == 0) {
-            left_of_group_ = smaller(group_runs_, left_of_panel_);
-            from_ += P * kScaleBytes;  // they lie before each group
-        }
-    }
-};
-
-// Panels of integers as bf16 tiles.
-template <class Columns>
-struct WidenedPanels {
-    using Product = Bf16Product;
-    using Format = IntegerDotPanel<Columns>;
-    static constexpr long kDepth = kRunDepth, kMemory = 2 * kManyRing * kTileBytes;
-    const Records<Format>& records;
-    const uint8_t* packed;
-
-    // Panels [begin, end), with kMemory bytes of memory.
-    template <int P>
-    WidenedStream<Columns, P> stream(const QuantizedArguments& args, long begin, long end, long num_rows, char* memory) const {
-        const bool are_few = num_rows <= kPairRows;
-        const uint8_t* at = packed + records.scales_at(begin);
-        WidenedStream<Columns, P> stream(args, at, end - begin, are_few ? kFewRing : kManyRing, memory);
-        stream.widen_runs(are_few ? kFewAhead : kManyAhead);
-        return stream;
-    }
-};
-
-// Panels of `RoundedPanel`, where they lie.
-template <int P>
-struct IntegerStream {
-    using Tiles = TilePanels<P, P * kChunkBytes>;
-    const Records<RoundedPanel>& records;
-    const uint8_t* packed;
-
-    INLINE Tiles take(long panel, const Piece& piece) const {
-        const long at = piece.group * records.record_bytes(panel) + piece.start / RoundedPanel::kPack * P * kChunkBytes;
-        Tiles tiles;
-        for (int p = 0; p < P; p++) tiles.at[p] = (const char*)packed + records.chunks_at(panel + p) + at;
-        return tiles;
-    }
-    INLINE AskStream beside() const { return {}; }
-};
-struct IntegerPanels {
-    using Product = IntegerProduct;
-    static constexpr long kDepth = kRunSteps * RoundedPanel::kPack, kMemory = 0;
-    const Records<RoundedPanel>& records;
-    const uint8_t* packed;
-
-    template <int P>
-    IntegerStream<P> stream(const QuantizedArguments&, long, long, long, char*) const { return {records, packed}; }
-};
 
 // What a group's sums of a row of the layer come to.
 struct PlainSums {
@@ -179,13 +33,46 @@ struct RoundedSums {
     }
 };
 
-// A group's sums that are complete: rows [row, row + count), and where their totals are.
+// A group's sums that are complete, of the `left` rows from `row` on, and where their totals are.
 template <int P>
 struct GroupSums {
     const char* sums;
     float* totals;
-    long row, count, group;
+    long row, left, group;
     Vec scales[P];
+
+    template <class Sums>
+    INLINE void add(const Sums& rule, long rows) {
+        const long count = smaller(rows, left);
+        if (count <= 0) return;
+        const GroupSums it = *this;  // which what is stored cannot change
+        for (long m = 0; m < count; m++) {
+            UNROLL for (int p = 0; p < P; p++) {
+                float* total = it.totals + (m * P + p) * kLanes;
+                store(total, fma(it.scales[p], rule.value(it.sums + (m * P + p) * kRowBytes, it.row + m, it.group), load(total)));
+            }
+        }
+        sums += count * P * kRowBytes;
+        totals += count * P * kLanes;
+        row += count;
+        left -= count;
+    }
+};
+
+// What is done beside a block's products: the stream goes on, and some rows of the block before are added with each run.
+template <class Aside, class Sums, int P>
+struct AddBehind {
+    Aside aside;
+    GroupSums<P>& finished;
+    const Sums& rule;
+    long rows;  // a run
+
+    template <int kParts>
+    INLINE void ask(int part, const char* const (&panels)[P], long run) { aside.template ask<kParts>(part, panels, run); }
+    INLINE void end_run() {
+        aside.end_run();
+        finished.add(rule, rows);
+    }
 };
 
 template <class Panels, class Sums, class Out = TileOutput>
@@ -230,29 +117,35 @@ struct TiledQuantized {
                 sweep_rows<P>(panel, k, piece, stream, memory, size, registers, finished);
             }
         }
-        add(finished);
+        finished.add(rule, kPairRows);
         for (long row = 0; row < num_rows; row += kPairRows) {
             output.template write_now<P>(row, panel, totals + row * P * kLanes, smaller(kPairRows, num_rows - row));
         }
     }
 
-    // All rows over a piece, whose first column is k.
+    // All rows over a piece, whose first column is k. Sums of a whole group are added soon: two blocks' are all that is kept of them.
     template <int P, class Stream>
     INLINE void sweep_rows(long panel, long k, const Piece& piece, Stream& stream, char* memory, long size, TileRegisters& registers,
                            GroupSums<P>& finished) const {
-        float* totals = (float*)memory;
-        char* sums = memory + size + piece.group % 2 * size;
+        const long blocks = ceil_div(num_rows, kPairRows), runs = piece.count / Panels::kDepth;
+        const bool is_whole = piece.start == 0 && piece.is_last;
         const auto tiles = stream.take(panel, piece);
-        for (long row = 0; row < num_rows; row += kPairRows) {
-            const long count = smaller(kPairRows, num_rows - row);
-            char* to = sums + row * P * kRowBytes;
+        for (long block = 0; block < blocks; block++) {
+            const long row = block * kPairRows, count = smaller(kPairRows, num_rows - row);
+            const long place = is_whole ? (piece.group * blocks + block) % 2 * kPairRows : piece.group % 2 * blocks * kPairRows + row;
+            char* sums = memory + size + place * P * kRowBytes;
             const auto multiply = [&](const auto& aside) {
-                multiply_rows<typename Panels::Product>(registers, rows.from(row, k / Panels::kDepth), count, tiles, piece.count / Panels::kDepth,
-                                                        piece.start == 0, to, aside);
+                multiply_rows<typename Panels::Product>(registers, rows.from(row, k / Panels::kDepth), count, tiles, runs, piece.start == 0, sums, aside);
             };
-            row == 0 ? multiply(stream.beside()) : multiply(AskNothing{});
-            add(finished);
-            finished = GroupSums<P>{to, totals + row * P * kLanes, row, piece.is_last ? count : 0, piece.group, {}};
+            if (blocks == 1) {
+                multiply(stream.beside());
+            } else if constexpr (Stream::kIsWidened) {
+                multiply(AddBehind<typename Stream::Spread, Sums, P>{stream.spread(blocks), finished, rule, ceil_div(kPairRows, runs)});
+            } else {
+                block == 0 ? multiply(stream.beside()) : multiply(AskNothing{});
+            }
+            finished.add(rule, kPairRows);
+            finished = {sums, (float*)memory + row * P * kLanes, row, piece.is_last ? count : 0, piece.group, {}};
             if (piece.is_last) get_scales(panel, finished);
         }
     }
@@ -262,16 +155,6 @@ struct TiledQuantized {
         for (int p = 0; p < P; p++) {
             const uint8_t* scales = panels.packed + panels.records.scales_at(panel + p) + it.group * panels.records.record_bytes(panel);
             it.scales[p] = args.half_scales ? load((const Fp16*)scales) : load((const Bf16*)scales);
-        }
-    }
-
-    template <int P>
-    INLINE void add(const GroupSums<P>& it) const {
-        for (long m = 0; m < it.count; m++) {
-            UNROLL for (int p = 0; p < P; p++) {
-                float* total = it.totals + (m * P + p) * kLanes;
-                store(total, fma(it.scales[p], rule.value(it.sums + (m * P + p) * kRowBytes, it.row + m, it.group), load(total)));
-            }
         }
     }
 };
