@@ -83,23 +83,30 @@ class Intake:
             type(taken[0][0]).pour(taken)
 
     def _take_token(self, live: LiveChoice, index: int, token_id: int, epoch: int) -> None:
-        entry, emitted = live.entry, live.emitted
-        request_id = entry.request.request_id
-        if entry.epoch != epoch or len(emitted) != index or not emitted or entry.finish_reasons[live.choice]:
-            self._take(_plain_output(live, index, [token_id]), epoch)
-        else:
-            emitted.append(token_id)
+        if live.goes_on(index, epoch):
+            request_id = live.entry.request.request_id
+            live.emitted.append(token_id)
             self._sinks[request_id].push_token(request_id, live.choice, index, token_id)
+        else:
+            self._take(_plain_output(live, index, [token_id]), epoch)
 
     def _hold_tokens(self, batch: OutputBatch) -> None:
         """Plain tokens of several steps, or of one while more wait behind it: of each choice they are told together."""
-        ways, held, base = self._journal.ways, self._held, batch.base
-        others: dict[int, list[tuple[int, list[int]]]] = {}  # without a short way: first index and ids of each run
+        ways, choices, held, base = self._journal.ways, self._journal.choices, self._held, batch.base
+        others: dict[int, list[tuple[int, list[int]]]] = {}  # that may not be the next ones: first index and ids of each run
         for ref, offset, token_id in zip(batch.refs, batch.offsets, batch.token_ids, strict=False):
             index = base + offset
             way = ways.get(ref)
             if way is not None and way.is_open and len(way.emitted) == index:
                 way.emitted.append(token_id)
+                if ref not in held:
+                    held[ref] = index
+                continue
+            live = choices.get(ref)
+            if live is None:
+                continue
+            if live.goes_on(index, batch.epoch):
+                live.emitted.append(token_id)
                 if ref not in held:
                     held[ref] = index
                 continue

@@ -161,6 +161,12 @@ class LiveChoice:
     choice: int
     emitted: list[int]  # the entry's
 
+    def goes_on(self, index: int, epoch: int) -> bool:
+        """Whether a plain token is just the next one, with nothing else to record: the choice has begun here."""
+        entry = self.entry
+        is_next = len(self.emitted) == index > 0 and entry.epoch == epoch
+        return is_next and entry.finish_reasons[self.choice] is None
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
