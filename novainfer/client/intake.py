@@ -93,7 +93,9 @@ class Intake:
     def _hold_tokens(self, batch: OutputBatch) -> None:
         """Plain tokens of several steps, or of one while more wait behind it: of each choice they are told together."""
         ways, choices, held, base = self._journal.ways, self._journal.choices, self._held, batch.base
-        others: dict[int, list[tuple[int, list[int]]]] = {}  # that may not be the next ones: first index and ids of each run
+        others: dict[
+            int, list[tuple[int, list[int]]]
+        ] = {}  # that may not be the next ones: first index and ids of each run
         for ref, offset, token_id in zip(batch.refs, batch.offsets, batch.token_ids, strict=False):
             index = base + offset
             way = ways.get(ref)

@@ -167,6 +167,33 @@ def test_given_tokens_that_are_held_back_when_the_choice_ends_then_they_are_told
     assert talk.journal() == [[3, 4, 6], [3]]
 
 
+def test_given_a_backlog_when_a_choice_without_a_short_way_goes_on_then_its_reader_gets_one_output_of_it() -> None:
+    talk = Talk()
+    talk.backlog.is_behind = True
+    for index in range(1, 5):
+        talk.hear_tokens(index, index, index + 1)
+    assert talk.journal() == [[3, 1, 2, 3, 4], [3, 2, 3, 4, 5]]
+    assert talk.stream.tokens() == [3, 3]
+    talk.session.flush()
+    assert talk.way.taken == [[1, 2, 3, 4]]
+    assert talk.stream.items[2:] == [TokenOutput("r", 1, 1, [2, 3, 4, 5])]
+
+
+def test_given_a_backlog_when_tokens_are_not_just_the_next_ones_then_none_is_told_twice_or_lost() -> None:
+    talk = Talk()
+    talk.backlog.is_behind = True
+    talk.hear_tokens(1, 4, 5)
+    talk.hear_tokens(1, 4, 5)
+    talk.hear(EngineInfo(epoch=2, ready=True, vocab_size=9))
+    talk.hear_tokens(2, 8, 8, epoch=1)
+    talk.hear_tokens(2, 6, 7, epoch=2)
+    talk.hear_tokens(3, 1, 2, epoch=2)
+    talk.session.flush()
+    assert talk.journal() == [[3, 4, 6, 1], [3, 5, 7, 2]]
+    assert [token for run in talk.way.taken for token in run] == [4, 6, 1]
+    assert talk.stream.tokens() == [3, 3, 5, 7, 2]
+
+
 @pytest.mark.parametrize("what", ["cancel", "fail", "leave"])
 def test_given_tokens_that_are_held_back_when_their_request_goes_then_they_are_told_before(what: str) -> None:
     talk = Talk()
