@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Receive
 
@@ -17,7 +17,7 @@ from gateway.client_watch import ClientWatch
 from gateway.context import RequestInfo
 from gateway.metrics import CANCELLED, FAILED, FINISHED, REFUSED, GatewayMetrics
 from gateway.output_parts import WholeChoice, is_long, parts_of, split, without_tokens
-from gateway.plain_choice import PlainChoice, Sink
+from gateway.plain_choice import PlainChoice
 from gateway.slices import Slices
 from gateway.token_times import TokenTimes
 from novainfer.client.output import (
@@ -61,6 +61,20 @@ class PromptState:
     def max_tokens(self) -> int:
         """That were asked for, of each choice."""
         return 0 if self.is_alone else self.params.max_tokens
+
+
+class Sink(Protocol):
+    """Takes deltas at once, or not at all."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it would take one now."""
+
+    def write(self, delta: ChoiceDelta) -> None:
+        """Take a delta without log-probabilities or the engine's finish reason."""
+
+    def plain(self, output: ChoiceOutput) -> PlainChoice | None:
+        """The short way for all further tokens of a choice that has begun, if there is one."""
 
 
 class Generation:
@@ -136,8 +150,6 @@ class Generation:
         self._stream.direct = self._pour
         self._times.begin(self._plain.values())
         if sink.is_open:
-            if len(self._plain) < len(self.outputs):
-                self._shorten_begun(sink)
             for plain in self._plain.values():
                 plain.look_ahead()
             self._stream.open_ways()
@@ -185,26 +197,13 @@ class Generation:
             sink.write(delta)
         output = self.outputs[self._prompt_of[item.request_id] * self._n + item.choice]
         if output.is_plain:
-            self._shorten(item.request_id, item.choice, output, sink)
-
-    def _shorten(self, request_id: str, choice: int, output: ChoiceOutput, sink: Sink) -> None:
-        """All that follows of a choice that has begun is its text: let it be poured as that, if the sink can."""
-        plain = sink.plain(output)
-        if plain is not None:
-            plain.begin(self._metrics.between_tokens, self._fail)
-            self._times.begin([plain])
-            self._plain[request_id, choice] = plain
-            self._stream.shorten(request_id, choice, plain)
-            plain.is_open = sink.is_open
-
-    def _shorten_begun(self, sink: Sink) -> None:
-        """The same of all choices whose first tokens were taken: none may be poured while much has piled up."""
-        for output in self.outputs:
-            prompt, choice = self.prompt_of(output.choice), output.choice % self._n
-            if prompt.is_alone or output.finish_reason is not None or (prompt.request_id, choice) in self._plain:
-                continue
-            if output.is_plain and 0 < output.num_tokens >= self.told[output.choice]:
-                self._shorten(prompt.request_id, choice, output, sink)
+            plain = sink.plain(output)
+            if plain is not None:
+                plain.begin(self._metrics.between_tokens, self._fail)
+                self._times.begin([plain])
+                self._plain[item.request_id, item.choice] = plain
+                self._stream.shorten(item.request_id, item.choice, plain)
+                plain.is_open = sink.is_open
 
     def wake(self) -> None:
         """End a wait, though nothing may be there."""

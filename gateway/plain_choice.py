@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from gateway.body_writer import BodyWriter
 from gateway.loop_metrics import LoopHistogram
-from novainfer.client.output import ChoiceDelta, ChoiceOutput
+from novainfer.client.output import ChoiceOutput
 from novainfer.client.stream import ShortWay
 from novainfer.text.tokenizer import Tokenizer
 
@@ -36,20 +35,6 @@ class Spelling:
         text = None if token_id in self._tokenizer.special_ids else self._tokenizer.whole_text(token_id)
         if text and len(self.known) < _MOST_KNOWN:
             self.known[token_id] = self.spell(text)
-
-
-class Sink(Protocol):
-    """Takes deltas at once, or not at all."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it would take one now."""
-
-    def write(self, delta: ChoiceDelta) -> None:
-        """Take a delta without log-probabilities or the engine's finish reason."""
-
-    def plain(self, output: ChoiceOutput) -> PlainChoice | None:
-        """The short way for all further tokens of a choice that has begun, if there is one."""
 
 
 _NONE: dict[int, bytes] = {}  # within a character, or where the text of each token depends on others

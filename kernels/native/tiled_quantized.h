@@ -103,7 +103,7 @@ struct TiledQuantized {
         for (long panel = begin; panel < end; panel += P) sweep<P>(panel, stream, memory, size, registers);
     }
 
-    // A block's sums are scaled when the next one has been multiplied: what a tile has just stored takes long to read.
+    // A block's sums are scaled while the next one is multiplied, or behind it: what a tile has just stored takes long to read.
     template <int P, class Stream>
     void sweep(long panel, Stream& stream, char* memory, long size, TileRegisters& registers) const {
         float* totals = (float*)memory;

@@ -93,32 +93,26 @@ class Intake:
     def _hold_tokens(self, batch: OutputBatch) -> None:
         """Plain tokens of several steps, or of one while more wait behind it: of each choice they are told together."""
         ways, choices, held, base = self._journal.ways, self._journal.choices, self._held, batch.base
-        others: dict[
-            int, list[tuple[int, list[int]]]
-        ] = {}  # that may not be the next ones: first index and ids of each run
+        others: dict[int, list[tuple[int, list[int]]]] = {}  # that do not just go on: first index and ids of each run
         for ref, offset, token_id in zip(batch.refs, batch.offsets, batch.token_ids, strict=False):
             index = base + offset
             way = ways.get(ref)
             if way is not None and way.is_open and len(way.emitted) == index:
-                way.emitted.append(token_id)
-                if ref not in held:
-                    held[ref] = index
+                emitted = way.emitted
+            elif (live := choices.get(ref)) is None:
                 continue
-            live = choices.get(ref)
-            if live is None:
-                continue
-            if live.goes_on(index, batch.epoch):
-                live.emitted.append(token_id)
-                if ref not in held:
-                    held[ref] = index
-                continue
-            runs = others.get(ref)
-            if runs is None:
-                others[ref] = [(index, [token_id])]
-            elif runs[-1][0] + len(runs[-1][1]) == index:
-                runs[-1][1].append(token_id)
+            elif live.goes_on(index, batch.epoch):
+                emitted = live.emitted
             else:
-                runs.append((index, [token_id]))
+                runs = others.setdefault(ref, [])
+                if runs and runs[-1][0] + len(runs[-1][1]) == index:
+                    runs[-1][1].append(token_id)
+                else:
+                    runs.append((index, [token_id]))
+                continue
+            emitted.append(token_id)
+            if ref not in held:
+                held[ref] = index
         for ref, runs in others.items():
             for index, token_ids in runs:
                 live = self._journal.choices.get(ref)

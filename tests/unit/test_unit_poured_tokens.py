@@ -415,33 +415,6 @@ def test_given_a_fault_on_the_way_when_a_token_comes_then_the_stream_ends_with_a
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("request_", [PLAIN, ChatRequest.model_validate(CHAT)])
-def test_given_a_backlog_when_a_stream_has_begun_then_what_follows_goes_the_short_way(
-    tokenizer: Tokenizer, request_: CompletionRequest | ChatRequest
-) -> None:
-    async def main() -> None:
-        first = 40  # from here on each is a character
-        server = Server(tokenizer, request_)
-        server.backlog.is_behind = True
-        task = server.start()
-        server.come(0, first)
-        await settle()
-        way = server.generation._plain["r", 0]
-        assert way.is_open
-        sent = server.num_sent
-        for place in range(1, 6):
-            server.come(place, first + place)
-        whole = tokenizer.decode([*PROMPT, *range(first, first + 6)])
-        assert text(server.events()) == whole[len(tokenizer.decode(PROMPT)) :]
-        assert server.num_sent == sent
-        server.stream.push(TokenOutput("r", 0, 6, [], "length"))
-        server.stream.end("r")
-        await asyncio.wait_for(task, 20)
-        server.generation.close()
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("request_", [REQUEST, PLAIN])
 def test_given_a_client_that_has_gone_when_a_token_comes_then_nothing_is_written(
     tokenizer: Tokenizer, request_: CompletionRequest
