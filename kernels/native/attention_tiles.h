@@ -5,7 +5,7 @@
 // see is not a number or infinite, each row takes the values by itself.
 //
 // A panel is too short for the processor to see what will be read behind it. So the values are asked for while the keys are
-// multiplied, and the next chunk's keys while the values are.
+// multiplied, and the next chunk's keys while the values are: in the second cache, for the first one has no room for both.
 #pragma once
 
 #include "attention_rows.h"
@@ -132,7 +132,7 @@ struct ChunkTiles<PlainCache<Bf16>> {
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
         for (long k = 0; k < rows.args.head_dim; k += kRunDepth) {
             const long at = k * kLanes;
-            for (long p = chunk.first_panel; p < asked; p++) ask<kTileBytes>(chunk.value[p] + at);
+            for (long p = chunk.first_panel; p < asked; p++) ask<kTileBytes, 1>(chunk.value[p] + at);
             tile_load<kQuery>(rows.query + row * kMaxDim + k, kMaxDim * sizeof(Bf16));
             tile_load<kKeys>(keys[0] + at, kRowBytes);
             tile_multiply<0, kQuery, kKeys>();
@@ -175,11 +175,11 @@ struct ChunkTiles<PlainCache<Bf16>> {
         return rows.begin[row] <= chunk.start && rows.end[row] >= chunk.start + kChunk;
     }
 
-    // Asks for the lines of so many bytes.
-    template <long Bytes>
+    // Asks for the lines of so many bytes, in the first cache or the second.
+    template <long Bytes, int kCache>
     static INLINE void ask(const Bf16* from) {
         for (long at = 0; at < Bytes; at += 8 * kRowBytes) {
-            UNROLL for (int i = 0; i < 8; i++) __builtin_prefetch((const char*)from + at + i * kRowBytes, 0, 3);
+            UNROLL for (int i = 0; i < 8; i++) __builtin_prefetch((const char*)from + at + i * kRowBytes, 0, 4 - kCache);
         }
     }
 
@@ -196,7 +196,7 @@ struct ChunkTiles<PlainCache<Bf16>> {
         for (long p = chunk.first_panel; p < chunk.end_panel; p++) {
             const Bf16* values = chunk.value[p] + 2 * d;
             for (long q = p - chunk.first_panel; q < chunk.num_next; q += chunk.end_panel - chunk.first_panel) {
-                ask<N * kLanes * kLanes * sizeof(Bf16)>(chunk.next[q] + d * kLanes);
+                ask<N * kLanes * kLanes * sizeof(Bf16), 2>(chunk.next[q] + d * kLanes);
             }
             tile_load<kProbs>(&probs[0][p * kLanes], kChunk * sizeof(Bf16));
             tile_load<kValues>(values, value_stride);

@@ -99,12 +99,19 @@ struct Integer8Pairs {
         chunk[at] = (uint8_t)(__builtin_abs(value) | (value >> 31 & 0x80));
     }
 
-    // Two look-ups, which do not heed the sign, give the bytes of 64 numbers; the sign goes on top, and interleaving joins them.
+    // Two look-ups, which do not heed the sign, give the bytes of 64 numbers; the sign goes on top, and interleaving joins them. Where there are
+    // tiles a look-up among 128 bytes takes several times as long as one among 64, and of 64 and more the bytes are 2 |integer| and 0x42.
     static INLINE void widen(const uint8_t* chunk, __m512bh (&pairs)[2]) {
         const __m512i *low_table = (const __m512i*)kBf16Bytes.low, *high_table = (const __m512i*)kBf16Bytes.high;
         const __m512i bytes = _mm512_loadu_si512(chunk), sign = _mm512_set1_epi8((char)0x80);
+#if defined(__AMX_BF16__)
+        const __mmask64 are_below_64 = _mm512_testn_epi8_mask(bytes, _mm512_set1_epi8(0x40));
+        const __m512i low = _mm512_mask_permutexvar_epi8(_mm512_add_epi8(bytes, bytes), are_below_64, bytes, low_table[0]);
+        const __m512i magnitude = _mm512_mask_permutexvar_epi8(_mm512_set1_epi8(0x42), are_below_64, bytes, high_table[0]);
+#else
         const __m512i low = _mm512_permutex2var_epi8(low_table[0], bytes, low_table[1]);
         const __m512i magnitude = _mm512_permutex2var_epi8(high_table[0], bytes, high_table[1]);
+#endif
         __m512i high = _mm512_ternarylogic_epi32(magnitude, bytes, sign, 0xf8);  // magnitude | (bytes & sign)
         if (kFullRange) high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(bytes, sign), _mm512_set1_epi8((char)0xc3));
         pairs[0] = (__m512bh)_mm512_unpacklo_epi8(low, high);
