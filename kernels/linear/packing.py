@@ -51,17 +51,19 @@ def pack_rounded(weight: Tensor, scheme: WeightScheme) -> PackedWeight:
     if scheme.is_float:
         numbers, scales = quantize(weight, scheme)
         return PackedWeight(numbers, scheme.bits, _LONGEST_STEP, scales.unsqueeze(1))
-    if scheme.rounds_rows or CHUNK % scheme.group:
+    if scheme.rounds_rows or (scheme.group and CHUNK % scheme.group):
         raise ValueError(f"kernel backend 'triton' has no {scheme.name} weights")
     integers, scales = quantize(weight, scheme)
     step = step_of(scheme)
     packed = pack_nibbles(integers, step) if scheme.bits == 4 else integers.contiguous()
-    return PackedWeight(packed, scheme.bits, step, _of_steps(scales, weight.shape[1], scheme.group, step))
+    return PackedWeight(
+        packed, scheme.bits, step, _of_steps(scales, weight.shape[1], scheme.columns(weight.shape[1]), step)
+    )
 
 
 def step_of(scheme: WeightScheme) -> int:
     """Columns that share a scale here, of integers: a group, or a part of one."""
-    return math.gcd(scheme.group, _LONGEST_STEP)
+    return math.gcd(scheme.group, _LONGEST_STEP)  # gcd(0, x) is x
 
 
 def pack_integers(weight: IntegerWeight) -> PackedWeight | None:

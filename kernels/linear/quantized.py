@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from kernels.weights import Deferred, made
 
 _CHUNK_BYTES = 64  # as in native/integers.h
 _SCALE_BYTES = 2
+_TWIN_COLUMNS = 1 << 16  # whose products of bytes are below 2^31 together
 _WIDE_GROUP = 512  # columns whose products with rows of 16 bits are below 2^31 together
 
 
@@ -71,18 +73,31 @@ class QuantizedLinear(NativeLinear):
 
         pack fills it, given the addresses of its arguments and, if they are wanted, of the squares.
         """
-        numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales, layout.row_bits)
+        self._numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales)
+        self._row_bits = layout.row_bits
         num_bytes = layout.packed_bytes(*shape)
 
         def fill(packed: Tensor) -> None:
             layer = LinearArguments(packed.data_ptr(), 0, *shape, DTYPES[dtype], DTYPES[dtype])
-            arguments = QuantizedArguments(layer, *numbers)
+            arguments = QuantizedArguments(layer, *self._numbers, self._row_bits)
             pack(ctypes.addressof(arguments), packed.data_ptr() + num_bytes if layout.is_measured else None)
 
         packed = library.weight_memory.filled((num_bytes + layout.square_bytes(shape[0]),), torch.uint8, fill)
         super().__init__(library.quantized_linear, shape, dtype, packed, bias)
         self.squares = packed[num_bytes:].view(torch.float32).view(2, -1) if layout.is_measured else None
-        self._pass(lambda layer: QuantizedArguments(layer, *numbers))
+        self._pass(lambda layer: QuantizedArguments(layer, *self._numbers, self._row_bits))
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether rows of eight bits could be multiplied by what is packed as well."""
+        return self._row_bits == 8 or (self._row_bits == 16 and self._numbers[0] == 8 and self.dtype is torch.bfloat16)
+
+    def for_rounded_rows(self) -> QuantizedLinear:
+        """The same packed weights over activations that are rounded to eight bits, where `takes_bytes` holds."""
+        other = copy.copy(self)
+        other._row_bits, other._structs, other._addresses = 8, {}, {}
+        other._pass(lambda layer: QuantizedArguments(layer, *other._numbers, other._row_bits))
+        return other
 
     @classmethod
     def quantizing(
@@ -103,7 +118,8 @@ class QuantizedLinear(NativeLinear):
         n, k = weight.shape
         if scheme.rounds_rows and (scheme.bits != 8 or scheme.group % LANES):
             raise ValueError(f"rows cannot be rounded to {scheme.bits} bits in groups of {scheme.group}")
-        layout = Layout(scheme.bits, scheme.group, row_bits=_row_bits(scheme), is_measured=is_measured)
+        group = scheme.group or -(-k // LANES) * LANES
+        layout = Layout(scheme.bits, group, row_bits=_row_bits(scheme, k), is_measured=is_measured)
 
         def pack(arguments: int, squares: int | None) -> None:
             rows = last_dim_contiguous(made(weight).detach())
@@ -134,8 +150,10 @@ class QuantizedLinear(NativeLinear):
         return cls(library, (n, k), dtype, bias, layout, pack)
 
 
-def _row_bits(scheme: WeightScheme) -> int:
+def _row_bits(scheme: WeightScheme, columns: int) -> int:
     """16 leaves bf16 activations as they are but for the last bits of small ones: see native/integers.h."""
     if scheme.rounds_rows:
         return 8
+    if scheme.bits == 8:
+        return 16 if columns <= min(scheme.columns(columns), _TWIN_COLUMNS) else 0
     return 16 if scheme.group % LANES == 0 and scheme.group <= _WIDE_GROUP else 0

@@ -87,7 +87,7 @@ def dequantize(integers: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor
     """The weights that a quantised layer stands for: [N, K] float32, exactly (fp8: each rounded once)."""
     if scheme.is_float:
         return integers.float() * scales.unsqueeze(1)
-    return widened(IntegerWeight(integers, scales, scheme.group))
+    return widened(IntegerWeight(integers, scales, scheme.columns(integers.shape[1])))
 
 
 def widened(weight: IntegerWeight) -> Tensor:
@@ -138,12 +138,13 @@ def rounded_rows(x: Tensor, scheme: WeightScheme) -> Tensor:
     if scheme.is_float:
         numbers, scales = round_to_float8(x)
         return numbers.float() * scales.unsqueeze(1)
-    return widened_rows(x, scheme.group) if scheme.rounds_rows else x.float()
+    return widened_rows(x, scheme.columns(x.shape[1])) if scheme.rounds_rows else x.float()
 
 
 def _quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
-    groups = F.pad(weight, (0, -columns % scheme.group)).view(rows, -1, scheme.group)
+    group = scheme.columns(columns)
+    groups = F.pad(weight, (0, -columns % group)).view(rows, -1, group)
     at = groups.nan_to_num(0.0, 0.0, 0.0).abs().argmax(-1, keepdim=True)
     largest = groups.gather(-1, at)
     usable = largest.abs() > SMALLEST_NUMBER

@@ -2,10 +2,11 @@
 
 y = bias + sum over the groups in order of scale * (sum over the group's columns of x * integer), in fp32. Every scale
 is a bf16 number (fp16, or bf16, where the checkpoint brings integers and scales), so that scale * integer is exact in
-fp32: a quantised layer has definite weights, and rounding them is its only error. (A processor that multiplies 16-bit
-integers faster than fp32 numbers may take bf16 rows as such, in steps of 2^-14 of a group's largest number or less. A
-number of 1/128 of it or more is the same then; where a row's smaller ones would lose more than a part in 1,000 of their
-norm, it is multiplied once more with what they lost: see native/wide_rows.h.)
+fp32: a quantised layer has definite weights, and rounding them is its only error. (A processor that multiplies integers
+faster than a row's own numbers may take bf16 rows as integers of 16 bits, in steps of 2^-13 of a row's largest number
+or less, or 2^-14 of a group's. A number of 1/64 of it or more is the same then; where a row's smaller ones would lose
+more than a part in 1,000 of their norm, it is multiplied once more with what they lost: see native/twin_rows.h and
+native/wide_rows.h.)
 
 Where rows are rounded too, x is a whole number times a scale of the row's own group: the group's sum is a whole number
 then, which every processor computes exactly, and is multiplied by the row's scale before the weight's.
@@ -41,6 +42,10 @@ class WeightScheme:
         """The largest integer."""
         return 7 if self.bits == 4 else 127
 
+    def columns(self, k: int) -> int:
+        """How many of k columns share a scale."""
+        return self.group or max(k, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class IntegerWeight:
@@ -51,7 +56,7 @@ class IntegerWeight:
     group: int  # columns that share a scale: a multiple of 8
 
 
-INT8 = WeightScheme("int8", bits=8, group=256)
+INT8 = WeightScheme("int8", bits=8, group=0)
 INT4 = WeightScheme("int4", bits=4, group=64)
 W8A8 = WeightScheme("w8a8", bits=8, group=128, rounds_rows=True)
 FLOAT8 = WeightScheme("fp8", bits=8, group=0, rounds_rows=True, is_float=True)

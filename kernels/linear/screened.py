@@ -66,10 +66,13 @@ class ScreenedLinear:
             self.layer: PackedLinear | QuantizedLinear = PackedLinear(library, weight)
             exact: ctypes.Structure = QuantizedArguments(self.layer.arguments_for(ROUNDED))
         else:
-            self.layer = QuantizedLinear.quantizing(library, weight, None, scheme)
+            self.layer = QuantizedLinear.quantizing(library, weight, None, scheme, is_measured=True)
             exact = self.layer.arguments_for(ROUNDED)
-        rough = ROUGH if scheme is None else replace(ROUGH, group=scheme.group)
-        self.rough = QuantizedLinear.quantizing(library, weight, None, rough, is_measured=True)
+        if isinstance(self.layer, QuantizedLinear) and self.layer.takes_bytes:
+            self.rough = self.layer.for_rounded_rows()
+        else:
+            rough = ROUGH if scheme is None else replace(ROUGH, group=scheme.group)
+            self.rough = QuantizedLinear.quantizing(library, weight, None, rough, is_measured=True)
         assert self.rough.squares is not None
         lost, weights = self.rough.squares.double().sqrt()
         if scheme is not None:  # the same integers and scales: what is lost, the layer has lost, too

@@ -226,16 +226,15 @@ struct RoundedPanel : IntegerPanel<IntegerColumns<8>> {  // fp32 holds every sum
 };
 #endif
 
-// Without bf16 products, integers of 16 bits are multiplied twice as fast as fp32 numbers. Their step is a power of two, 2^-14 of the
-// largest number of a group or less, so that a bf16 number enters as it is unless it is below 1/128 of that one; then it is rounded to
-// a step (but see wide_rows.h). A group has no more than 512 columns: its sum is below 2^31.
+// Without bf16 products, integers of 16 bits are multiplied twice as fast as fp32 numbers; here by weights of four bits (by those of eight:
+// twin_rows.h). Their step is a power of two, 2^-14 of the largest number of a group or less, so that a bf16 number enters as it is unless it
+// is below 1/128 of that one; then it is rounded to a step (but see wide_rows.h). A group has no more than 512 columns: its sum is below 2^31.
 #if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
 #define NOVA_WIDE_ROWS
-template <int bits>
-struct WidePanel : IntegerColumns<bits> {
+struct WidePanel : IntegerColumns<4> {
     using T = uint8_t;
     using X = int16_t;
-    static constexpr int kPack = IntegerColumns<bits>::kPack, kPairs = kPack / 2, kMost = 32767, kExcess = 0;
+    static constexpr int kPairs = kPack / 2, kMost = 32767, kExcess = 0;
 
     struct Sum {
         __m512i p;
@@ -252,13 +251,12 @@ struct WidePanel : IntegerColumns<bits> {
 
     // The i-th integer of each half of a column's word.
     static INLINE __m512i widen(const __m512i& words, int i) {
-        return _mm512_srai_epi16(i == kPairs - 1 ? words : _mm512_slli_epi16(words, 16 - bits * (i + 1)), 16 - bits);
+        return _mm512_srai_epi16(i == kPairs - 1 ? words : _mm512_slli_epi16(words, 16 - kBits * (i + 1)), 16 - kBits);
     }
 
     // A row's integers in the order that they are multiplied in.
     static INLINE void store_integers(int16_t* to, const Vec& integers) {
-        const __m128i order = bits == 8 ? _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15)
-                                        : _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+        const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
         const __m256i in_order = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(integers.p[0]));
         _mm256_storeu_si256((__m256i*)to, _mm256_shuffle_epi8(in_order, _mm256_broadcastsi128_si256(order)));
     }

@@ -137,7 +137,7 @@ void quantize(const QuantizedArguments& args, const T* weight, long row_stride, 
 
 template <class T>
 void quantize(const QuantizedArguments& args, const T* weight, long row_stride, float* squares, long threads) {
-    if (args.row_bits == 8) {
+    if (args.row_bits == 8 || has_twins<T>(args)) {
         quantize<T, RoundedPanel>(args, weight, row_stride, squares, threads);
     } else if (args.bits == 8) {
         quantize<T, typename IntegerFormats<T>::Bits8>(args, weight, row_stride, squares, threads);

@@ -13,11 +13,15 @@ struct QuantizedArguments {
     LinearArguments layer;
     int64_t bits, group;  // 8 or 4; a multiple of 8
     int64_t full_range, half_scales;  // whether -128 is among integers of 8 bits; whether scales are fp16, else bf16
-    int64_t row_bits;  // activations become integers of 8 bits; or bf16 ones of 16, where NOVA_WIDE_ROWS is; 0: they don't.
-                       // If they do, a group is a multiple of 16 columns
+    int64_t row_bits;  // activations become integers of 8 bits; or bf16 ones of 16, by what wide_rows.h and twin_rows.h say; 0: they don't.
+                       // If they do, a group is a multiple of 16 columns, or all of them
 };
 
 namespace {
+
+// Whether rows become two of bytes each: twin_rows.h.
+template <class T>
+INLINE bool has_twins(const QuantizedArguments& args) { return std::is_same_v<T, Bf16> && args.row_bits == 16 && args.bits == 8; }
 
 constexpr long kRecordPanels = 2;       // as many as pass over many rows at a time: they read one stream from end to end
 constexpr long kSplitRows = kWidth == 16 ? kBlockRows : 0;  // below that, four panels pass over any number of rows at a time

@@ -57,6 +57,7 @@ struct RoughRows {
                 integers.round_row(rest, k, group, second[row]);
                 norm = norm_of_rest(integers, second[row], rest, rest);
             }
+            if (has_twins<T>(args.exact)) norm += twins_lose(from, k);
             lost[row] = (float)(norm * 1.001);
         }
         return count;

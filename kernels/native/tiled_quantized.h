@@ -7,6 +7,7 @@
 
 #include "quantized.h"
 #include "tiled_streams.h"
+#include "twin_rows.h"
 #include "wide_rows.h"
 
 namespace {
@@ -22,15 +23,6 @@ constexpr long kIntegerRows = kTileSide;  // fewer take less time without tiles,
 // What a group's sums of a row of the layer come to.
 struct PlainSums {
     INLINE Vec value(const void* sums, long, long) const { return load((const float*)sums); }
-};
-struct RoundedSums {
-    const RoundedRows<RoundedPanel>& rows;
-    long first;  // row of the layer
-
-    INLINE Vec value(const void* sums, long row, long group) const {
-        const RoundedPanel::Sum sum{_mm512_loadu_si512(sums)};
-        return RoundedPanel::sum_of(sum, rows.excess(first + row, group)) * splat(rows.scale(first + row, group));
-    }
 };
 
 // A group's sums that are complete, of the `left` rows from `row` on, and where their totals are.
@@ -217,6 +209,7 @@ bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<RoundedPane
         const TileRows rows = rows_as_tiles(integers.integers + first * integers.width, integers.width, count, layer.k, scratch, threads);
         const auto output = output_at(first);
         using Out = std::remove_const_t<decltype(output)>;
+        if (records.groups == 1) return TiledWhole<Out>{args, records, rows, count, output, {integers, first}}.run(threads);
         run_panels(TiledQuantized<IntegerPanels, RoundedSums, Out>{args, panels, rows, count, output, {integers, first}}, layer, threads);
     });
     return true;
@@ -241,7 +234,7 @@ void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride,
         static thread_local Scratch scratch;
         const auto rows = round_rows<RoundedPanel>(x, x_stride, m, args.layer.k, args.group, scratch, threads);
         rounded_linear<T>(args, rows, y, m, threads);
-    } else if (wide_quantized(args, x, x_stride, y, m, threads)) {
+    } else if (twin_quantized(args, x, x_stride, y, m, threads) || wide_quantized(args, x, x_stride, y, m, threads)) {
         return;
     } else if (!tiled_quantized(args, x, x_stride, y, m, threads)) {
         vector_quantized(args, x, x_stride, y, m, threads);

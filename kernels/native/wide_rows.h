@@ -1,11 +1,11 @@
-// Linear layers over integers with rows of 16-bit integers (WidePanel), where there are such.
+// Linear layers over integers of four bits with rows of 16-bit integers (WidePanel), where there are such.
 //
 // A number far above the rest of its group leaves the rest few bits. Where the rest of a row, of all groups together, would lose 2^-10 of its
 // norm or more, which would show if what is above had small weights, the row gets a second row of integers: what was rounded away, in steps
 // of 2^-15 of the first row's. The products of both are added. The row alone decides that, so its bits are the same in every batch.
 #pragma once
 
-#include "quantized.h"
+#include "followed.h"
 #include "rounding.h"
 
 namespace {
@@ -42,12 +42,11 @@ INLINE Loss loss_of(const Bf16* x, long count, float step) {
 }
 
 // The rows of a layer, and behind them the second ones.
-template <class Panel>
 struct WideRows {
     const QuantizedArguments& args;
     const Bf16* x;
     long x_stride, m, threads;
-    RoundedRows<Panel> first;
+    RoundedRows<WidePanel> first;
 
     // second[row]: which row its second one is, or 0. Returns how many there are.
     long count_second(long* second) const {
@@ -64,10 +63,10 @@ struct WideRows {
     }
 
     // All of them; they lie in `scratch`.
-    RoundedRows<Panel> all(const long* second, long count, Scratch& scratch) const {
+    RoundedRows<WidePanel> all(const long* second, long count, Scratch& scratch) const {
         const long total = m + count, numbers = total * first.groups;
         float* memory = scratch.get<float>(2 * numbers + total * first.width);
-        const RoundedRows<Panel> rows{(int16_t*)(memory + 2 * numbers), memory, (int32_t*)(memory + numbers), first.width, first.groups};
+        const RoundedRows<WidePanel> rows{(int16_t*)(memory + 2 * numbers), memory, (int32_t*)(memory + numbers), first.width, first.groups};
         memcpy(rows.integers, first.integers, m * first.width * sizeof(int16_t));
         memcpy(rows.scales, first.scales, m * first.groups * sizeof(float));
         memset(rows.excesses, 0, numbers * sizeof(int32_t));
@@ -91,54 +90,37 @@ struct WideRows {
     }
 
     // What was rounded away of a group goes to a row of its own.
-    void round_again(const RoundedRows<Panel>& rows, long row, long to, long i) const {
+    void round_again(const RoundedRows<WidePanel>& rows, long row, long to, long i) const {
         const float scale = first.scale(row, i), step = scale > 0.0f ? scale : 0.0f;  // nothing of NaN
         const Vec inverse = splat(step > 0.0f ? 1.0f / step : 0.0f), finer = splat(1.0f / kFinerStep);
         for (long k = 0; k < count(i); k += kLanes) {
             const Vec steps = load_some(group_at(row, i) + k, count(i) - k) * inverse;
             const Vec integers = step > 0.0f ? round_integer(rounded_away(steps) * finer) : zero();
-            Panel::store_integers(rows.integers + to * rows.width + i * args.group + k, integers);
+            WidePanel::store_integers(rows.integers + to * rows.width + i * args.group + k, integers);
         }
         rows.scales[to * rows.groups + i] = step * kFinerStep;
     }
 };
 
-template <int bits>
-void wide_quantized(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
-    using Panel = WidePanel<bits>;
-    static thread_local Scratch first_memory, index_memory, all_memory, sums_memory;
-    const long n = args.layer.n;
-    const auto first = round_rows<Panel>(x, x_stride, m, args.layer.k, args.group, first_memory, threads);
-    const WideRows<Panel> rows{args, x, x_stride, m, threads, first};
+// Of no more than kTileRows rows.
+void wide_tile(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
+    static thread_local Scratch first_memory, index_memory, all_memory;
+    const auto first = round_rows<WidePanel>(x, x_stride, m, args.layer.k, args.group, first_memory, threads);
+    const WideRows rows{args, x, x_stride, m, threads, first};
     long* second = index_memory.get<long>(m);
     const long count = rows.count_second(second);
     if (count == 0) return vector_rounded<Bf16>(args, first, y, m, threads);
-    QuantizedArguments sums_args = args;
-    sums_args.layer.bias = nullptr;
-    sums_args.layer.out_dtype = kFloat32;
-    float* sums = sums_memory.get<float>((m + count) * n + kLanes);  // the last panel may be read behind its end
-    vector_rounded<Bf16>(sums_args, rows.all(second, count, all_memory), sums, m + count, threads);
-    const Output<Bf16> output{args.layer, y, 0};
-    parallel_ranges(m, 1, kElementWork * m * n, threads, [&](long begin, long end) {
-        for (long row = begin; row < end; row++) {
-            for (long panel = 0; panel < ceil_div(n, kLanes); panel++) {
-                alignas(64) float values[kLanes];
-                Vec sum = load(sums + row * n + panel * kLanes);
-                if (second[row]) sum = sum + load(sums + second[row] * n + panel * kLanes);
-                store(values, sum);
-                output.write_sums(row, &panel, values, 1, 1);
-            }
-        }
+    multiply_followed(args, second, y, m, count, threads, [&](const QuantizedArguments& to_sums, float* sums) {
+        vector_rounded<Bf16>(to_sums, rows.all(second, count, all_memory), sums, m + count, threads);
     });
 }
 
 INLINE bool wide_quantized(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
-    if (args.row_bits != 16) return false;
-    const auto multiply = args.bits == 8 ? wide_quantized<8> : wide_quantized<4>;
+    if (args.row_bits != 16 || args.bits != 4) return false;
     const long number_bytes = args.layer.out_dtype == args.layer.dtype ? sizeof(Bf16) : sizeof(float);
     for (long first = 0; first < m; first += kTileRows) {  // a whole prompt's sums would take much memory for good
         void* to = (char*)y + first * args.layer.n * number_bytes;
-        multiply(args, x + first * x_stride, x_stride, to, smaller(kTileRows, m - first), threads);
+        wide_tile(args, x + first * x_stride, x_stride, to, smaller(kTileRows, m - first), threads);
     }
     return true;
 }

@@ -17,7 +17,9 @@ from kernels.native.build import EMULATED_TILES, runs_here, supported_isas
 ISAS = (*supported_isas(), *((EMULATED_TILES,) if runs_here(EMULATED_TILES) and not runs_here("amxbf16") else ()))
 TILES = ("amxbf16", EMULATED_TILES)
 DOT_PRODUCTS = (*TILES, "avx512bf16")  # those that multiply bf16 numbers in pairs
-WIDE_ROWS = ("avx512vnni",)  # that make bf16 rows integers, too: WidePanel in integers.h
+# That make bf16 rows integers, too: over weights of four bits WidePanel in integers.h, of eight bits twin_rows.h.
+WIDE_ROWS = ("avx512vnni",)
+TWIN_ROWS = (*DOT_PRODUCTS, *WIDE_ROWS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (None, torch.int8)
 CPU = torch.device("cpu")
@@ -35,12 +37,18 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def wide_rows(x: Tensor, group: int) -> Tensor:
-    """x [M, K] in steps of 2^-14 of the power of two below the largest number of each group of columns: float64."""
+def wide_rows(x: Tensor, group: int, bits: int) -> Tensor:
+    """x [M, K] in steps of 2^-bits of the power of two below the largest number of each group of columns: float64.
+
+    Rows of whose numbers below 1/16 of that power too much would be lost stay as they are.
+    """
     parts = F.pad(x.double(), (0, -x.shape[1] % group)).view(len(x), -1, group)
     largest = parts.abs().amax(-1, keepdim=True)
-    step = torch.exp2(largest.clamp(min=1e-18).log2().floor() - 14)
-    return ((parts / step).round() * step).flatten(1)[:, : x.shape[1]]
+    step = torch.exp2(largest.clamp(min=1e-18).log2().floor() - bits)
+    rounded = (parts / step).round() * step
+    rest = parts.where((parts / step).abs() < 2.0 ** (bits - 4), 0.0)
+    is_kept = (parts - rounded).square().sum((1, 2)) > 2.0**-20 * rest.square().sum((1, 2))
+    return parts.where(is_kept[:, None, None], rounded).flatten(1)[:, : x.shape[1]]
 
 
 def poison(cache: Tensor) -> None:

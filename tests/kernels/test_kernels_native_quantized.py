@@ -13,7 +13,16 @@ from kernels.linear.quantized import QuantizedLinear
 from kernels.linear.reference import dequantize, quantize
 from kernels.linear.schemes import INT4, INT8, WeightScheme, head_scheme
 from kernels.reference_backend import ReferenceBackend
-from tests.kernels.native_cases import DTYPES, ISAS, TOLERANCE, WIDE_ROWS, relative_error, same_bits, wide_rows
+from tests.kernels.native_cases import (
+    DTYPES,
+    ISAS,
+    TOLERANCE,
+    TWIN_ROWS,
+    WIDE_ROWS,
+    relative_error,
+    same_bits,
+    wide_rows,
+)
 
 pytestmark = pytest.mark.stage0
 
@@ -31,6 +40,15 @@ def weights_of(backend: CpuBackend, weight: Tensor, scheme: WeightScheme) -> Ten
     return picked.T.contiguous()
 
 
+def entered(isa: str, x: Tensor, scheme: WeightScheme) -> Tensor:
+    """x as integers or as it is: what the kernels multiply, in float64."""
+    if x.dtype is torch.bfloat16 and scheme.bits == 8 and isa in TWIN_ROWS and scheme.columns(x.shape[1]) >= x.shape[1]:
+        return wide_rows(x, x.shape[1], 13)
+    if x.dtype is torch.bfloat16 and scheme.bits == 4 and isa in WIDE_ROWS:
+        return wide_rows(x, scheme.group, 14)
+    return x.double()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(isa: str, dtype: torch.dtype) -> None:
@@ -40,9 +58,7 @@ def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(i
             torch.manual_seed(n * 1000 + k)
             weight, bias, x = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(128, k).to(dtype)
             linear = backend.pack_linear(weight, bias, scheme)
-            rows_are_rounded = isa in WIDE_ROWS and dtype is torch.bfloat16
-            entered = wide_rows(x, scheme.group) if rows_are_rounded else x.double()
-            expected = entered @ weights_of(backend, weight, scheme).double().T + bias.double()
+            expected = entered(isa, x, scheme) @ weights_of(backend, weight, scheme).double().T + bias.double()
             exact = linear(x, torch.float32)
             assert relative_error(exact, expected) < TOLERANCE[torch.float32], (scheme, n, k)
             assert same_bits(linear(x), exact.to(dtype)), (scheme, n, k)
@@ -90,14 +106,12 @@ def test_rows_with_and_without_outliers_when_multiplied_then_bias_and_every_type
         assert same_bits(linear(rows[row : row + 1])[0], whole[row])
 
 
-@pytest.mark.parametrize("isa", WIDE_ROWS)
-def test_rows_of_sixteen_bits_when_nothing_is_below_a_128th_then_not_rounded(isa: str) -> None:
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in TWIN_ROWS])
+def test_rows_of_sixteen_bits_when_nothing_is_below_a_64th_then_not_rounded(isa: str) -> None:
     """The products of a column with one weight are single numbers: each has to come back as it was."""
-    if isa not in ISAS:
-        pytest.skip(f"this processor has no {isa}")
     torch.manual_seed(0)
     sign = torch.randint(0, 2, (40, 300)) * 2.0 - 1.0
-    x = ((torch.rand(40, 300) * 127 + 1) * sign * torch.logspace(-15, 15, 40).unsqueeze(1)).bfloat16()
+    x = ((torch.rand(40, 300) * 63 + 1) * sign * torch.logspace(-15, 15, 40).unsqueeze(1)).bfloat16()
     linear = CpuBackend(isa).pack_linear(torch.eye(300).bfloat16(), None, INT8)
     scale = quantize(torch.eye(300), INT8)[1].float().amax(1)
     assert same_bits(linear(x, torch.float32), x.float() * (127 * scale))
@@ -147,8 +161,8 @@ def test_weights_when_quantised_then_as_the_definition_says(isa: str, scheme: We
 def test_every_integer_when_packed_then_it_comes_back(isa: str, scheme: WeightScheme) -> None:
     """Multiples of a power of two, the largest among them in every group: nothing is left to round."""
     generator = torch.Generator().manual_seed(0)
-    integers = torch.randint(scheme.lowest, scheme.highest + 1, (40, 3 * scheme.group), generator=generator)
-    integers[:, :: scheme.group] = scheme.lowest
+    integers = torch.randint(scheme.lowest, scheme.highest + 1, (40, 3 * scheme.columns(256)), generator=generator)
+    integers[:, :: scheme.columns(256)] = scheme.lowest
     weight = integers * torch.tensor([0.5, -2.0]).repeat(20).unsqueeze(1)
     for dtype in DTYPES:
         assert same_bits(weights_of(CpuBackend(isa), weight.to(dtype), scheme), weight)
@@ -158,7 +172,7 @@ def test_gaussian_weights_when_quantised_then_error_is_what_the_bits_allow() -> 
     weight = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
     backend = CpuBackend()
     errors = {scheme.name: relative_error(weights_of(backend, weight, scheme), weight) for scheme in (INT8, INT4)}
-    assert errors["int8"] < 0.007
+    assert errors["int8"] < 0.008
     assert errors["int4"] < 0.092
     steps = dequantize(torch.ones(256, 1024), quantize(weight, INT8)[1], INT8)
     assert ((weights_of(backend, weight, INT8) - weight).abs() <= steps.abs() / 2 * 1.0001).all()
@@ -209,7 +223,7 @@ def test_reference_backend_and_torch_without_kernels_when_multiplied_then_as_the
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     integers = torch.randint(scheme.lowest, scheme.highest + 1, (30, 70), generator=generator)
-    integers[:, :: scheme.group] = scheme.lowest
+    integers[:, :: scheme.columns(70)] = scheme.lowest
     weight, bias, x = (integers / 64).to(dtype), torch.randn(30).to(dtype), torch.randn(5, 70).to(dtype)
     expected = CpuBackend().pack_linear(weight, bias, scheme)(x)
     for backend in (ReferenceBackend(), CpuBackend("no such instruction set")):
@@ -221,7 +235,7 @@ def test_reference_backend_and_torch_without_kernels_when_multiplied_then_as_the
 def test_packed_layer_when_original_is_overwritten_then_unchanged_and_small() -> None:
     weight, bias, x = torch.randn(200, 256).bfloat16(), torch.randn(200), torch.randn(3, 256).bfloat16()
     for scheme, nbytes in (
-        (INT8, 208 * 256 + 208 * (256 // INT8.group) * 2),
+        (INT8, 208 * 256 + 208 * 2),
         (INT4, 208 * 128 + 208 * (256 // INT4.group) * 2),
     ):
         linear = CpuBackend().pack_linear(weight, bias, scheme)

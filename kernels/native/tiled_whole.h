@@ -1,0 +1,174 @@
+// Rows of integers times columns that have one scale each, on tiles (tiles.h): the sum of a whole depth is a whole number, and what is done to
+// it is done once, behind the products of the rows after it.
+#pragma once
+
+#include "quantized.h"
+#include "tiled_streams.h"
+
+#if defined(NOVA_TILES)
+
+namespace {
+
+constexpr long kWholeDepth = 1024;  // of a pair of panels that stays in the first cache while rows go past it
+
+// What a group's sums of a row of the layer come to.
+struct RoundedSums {
+    const RoundedRows<RoundedPanel>& rows;
+    long first;  // row of the layer
+
+    INLINE Vec value(const void* sums, long row, long group) const {
+        const RoundedPanel::Sum sum{_mm512_loadu_si512(sums)};
+        return RoundedPanel::sum_of(sum, rows.excess(first + row, group)) * splat(rows.scale(first + row, group));
+    }
+};
+
+// Sums of a block of rows that are complete, [left][P][16] of them: a few rows at a time become results.
+template <class Out, int P>
+struct WholeResults {
+    const RoundedSums& rule;
+    const Out& output;
+    const char* sums = nullptr;
+    long row = 0, left = 0, panel = 0;
+    Vec scales[P];
+
+    INLINE void write(long rows) {
+        const long count = smaller(rows, left);
+        if (count <= 0) return;
+        alignas(64) float values[kPairRows * P * kLanes];
+        for (long m = 0; m < count; m++) {
+            UNROLL for (int p = 0; p < P; p++) {
+                const long at = m * P + p;
+                store(values + at * kLanes, fma(scales[p], rule.value(sums + at * kRowBytes, row + m, 0), zero()));
+            }
+        }
+        output.template write_now<P>(row, panel, values, count);
+        sums += count * P * kRowBytes;
+        row += count;
+        left -= count;
+    }
+};
+
+// What is done beside a block's products: results of the block before are written, and what comes next is asked for.
+template <class Results, class Ask>
+struct WriteWhole {
+    Results& results;
+    Ask ahead;
+    long rows;  // a run
+
+    template <int kParts, int P>
+    INLINE void ask(int part, const char* const (&panels)[P], long run) { ahead.template ask<kParts>(part, panels, run); }
+    INLINE void end_run() { results.write(rows); }
+};
+
+// Asks for `lines` a run of what comes next, which is one stream.
+struct AskNextStream {
+    const char* at;
+    long lines;
+
+    template <int kParts, int P>
+    INLINE void ask(int part, const char* const (&)[P], long) {
+        for (long i = part; i < lines; i += kParts) __builtin_prefetch(at + i * kRowBytes, 0, 2);
+        if (part == kParts - 1) at += lines * kRowBytes;
+    }
+};
+
+template <class Out>
+struct TiledWhole {
+    static constexpr long kDepth = kRunSteps * RoundedPanel::kPack;  // columns of a run
+    const QuantizedArguments& args;
+    const Records<RoundedPanel>& records;
+    TileRows rows;
+    long num_rows;
+    Out output;
+    RoundedSums rule;
+
+    void run(long threads) const {
+        const long pairs = records.panels / 2;
+        parallel_shares(ceil_div(records.panels, 2), (double)num_rows * args.layer.n * args.layer.k, threads, [&](Shares& shares) {
+            static thread_local Scratch scratch;
+            Block block{scratch.get<char>(2 * num_blocks() * kBlockBytes), 0, {}};
+            WholeResults<Out, 2> results{rule, output};
+            for (long i; (i = shares.take()) >= 0;) {
+                const long after = shares.after(i);
+                if (i < pairs) {
+                    sweep<2>(2 * i, after >= 0 && after < pairs ? 2 * after : -1, block, results);
+                } else {  // a panel alone
+                    results.write(kPairRows);
+                    WholeResults<Out, 1> last{rule, output};
+                    sweep<1>(2 * i, -1, block, last);
+                    last.write(kPairRows);
+                }
+            }
+            results.write(kPairRows);
+            output.finish();
+        });
+    }
+
+  private:
+    static constexpr long kBlockBytes = kPairRows * 2 * kRowBytes;  // of a block's sums
+
+    // What a thread has for one block of rows after the other.
+    struct Block {
+        char* sums;  // of two blocks in turns where they are complete at once, else of all blocks, two by two
+        long turn;
+        TileRegisters registers;
+    };
+
+    INLINE long num_blocks() const { return ceil_div(num_rows, kPairRows); }
+    INLINE const char* packed() const { return (const char*)args.layer.packed; }
+
+    // All rows over P panels. next: the panel that comes after them, or -1.
+    template <int P>
+    INLINE void sweep(long panel, long next, Block& it, WholeResults<Out, P>& results) const {
+        const long k = args.layer.k, blocks = num_blocks();
+        AskNextStream ask{packed() + records.scales_at(next < 0 ? panel : next), next < 0 ? 0 : ceil_div(P * kTileSide, blocks)};
+        for (long begin = 0; begin < k; begin += kWholeDepth) {
+            const long runs = smaller(kWholeDepth, k - begin) / kDepth;
+            for (long block = 0; block < blocks; block++) {
+                const long place = k <= kWholeDepth ? it.turn++ % 2 : it.turn % 2 * blocks + block;
+                char* sums = it.sums + place * kBlockBytes;
+                multiply<P>(panel, block, begin, runs, it.registers, sums, ask, results);
+                ask.at += runs * ask.lines * kRowBytes;
+                if (begin + kWholeDepth >= k) begin_results<P>(panel, block, sums, results);
+            }
+        }
+        if (k > kWholeDepth) it.turn++;
+    }
+
+    // sums (+)= a block of rows times columns [begin, begin + runs * kDepth) of P panels.
+    template <int P>
+    INLINE void multiply(long panel, long block, long begin, long runs, TileRegisters& registers, char* sums, const AskNextStream& ask,
+                         WholeResults<Out, P>& results) const {
+        const long row = block * kPairRows, count = smaller(kPairRows, num_rows - row), each = round_up(ceil_div(results.left, runs), 2);
+        const auto aside = [&](const auto& ahead) {
+            using Ask = std::decay_t<decltype(ahead)>;
+            multiply_rows<IntegerProduct>(registers, rows.from(row, begin / kDepth), count, tiles_at<P>(panel, begin / kDepth), runs, begin == 0, sums,
+                                          WriteWhole<WholeResults<Out, P>, Ask>{results, ahead, each});
+        };
+        num_blocks() == 1 ? aside(AskStream{}) : aside(ask);
+    }
+
+    template <int P>
+    INLINE void begin_results(long panel, long block, const char* sums, WholeResults<Out, P>& results) const {
+        results.write(kPairRows);
+        results.sums = sums;
+        results.row = block * kPairRows;
+        results.left = smaller(kPairRows, num_rows - results.row);
+        results.panel = panel;
+        for (int p = 0; p < P && block == 0; p++) {
+            const char* scales = packed() + records.scales_at(panel + p);
+            results.scales[p] = args.half_scales ? load((const Fp16*)scales) : load((const Bf16*)scales);
+        }
+    }
+
+    template <int P>
+    INLINE TilePanels<P, P * kChunkBytes> tiles_at(long panel, long run) const {
+        TilePanels<P, P * kChunkBytes> tiles;
+        for (int p = 0; p < P; p++) tiles.at[p] = packed() + records.chunks_at(panel + p) + run * kRunSteps * P * kChunkBytes;
+        return tiles;
+    }
+};
+
+}  // namespace
+
+#endif
