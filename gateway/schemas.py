@@ -305,17 +305,22 @@ AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
 
 
 def without_prompt(request: AnyRequest, grammar: str = "") -> AnyRequest:
-    """What is kept of a request while it is answered: no more than says how, however much was sent.
+    """The request, of which it keeps what says how it is answered, however much was sent.
 
     grammar: in place of what was said of the answer's form.
     """
-    fields = _fields_of(type(request))
-    update = {name: value for name, value in _SPENT.items() if name in fields}
-    kept = request.model_copy(update=update | {"structured_outputs": {LARK: grammar} if grammar else None})
-    for part in (kept, kept.stream_options):
+    fields = vars(request)  # they are not checked again
+    fields.update(_spent_of(type(request)))
+    fields["structured_outputs"] = {LARK: grammar} if grammar else None
+    for part in (request, request.stream_options):
         if part is not None and part.model_extra:
             part.model_extra.clear()
-    return kept
+    return request
+
+
+@cache
+def _spent_of(kind: type[BaseModel]) -> dict[str, Any]:
+    return {name: value for name, value in _SPENT.items() if name in kind.model_fields}
 
 
 @cache
