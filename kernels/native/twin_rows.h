@@ -32,7 +32,7 @@ constexpr float kTwinLost = 0x1p-20f;   // of the rest, both squared and added u
 constexpr float kTwinFiner = 0x1p-15f;  // steps of what was rounded away
 constexpr long kTwinRows = 256;         // at a time: what they become takes memory for good
 constexpr long kTwinBytes = 3L << 18;   // of them, which shall stay in the second cache
-constexpr long kTwinTileRows = 8;       // fewer take less time without tiles
+constexpr long kTwinTileRows = 5;       // fewer take less time without tiles
 
 // Where bytes lie: lines of 64 columns, so many bytes from one to the next; rows two by two, upper and lower.
 struct TwinPlace {

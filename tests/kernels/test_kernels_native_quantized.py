@@ -117,6 +117,17 @@ def test_rows_of_sixteen_bits_when_nothing_is_below_a_64th_then_not_rounded(isa:
     assert same_bits(linear(x, torch.float32), x.float() * (127 * scale))
 
 
+@pytest.mark.parametrize("depth", [64, 100, 640, 2048])
+def test_rows_of_two_bytes_when_multiplied_by_tiles_or_vectors_then_same_bits(depth: int) -> None:
+    """A sum of whole numbers has no order: the same on every instruction set that multiplies bytes."""
+    torch.manual_seed(depth)
+    weight, x = torch.randn(80, depth).bfloat16(), torch.randn(600, depth).bfloat16()
+    x[5] *= torch.logspace(-5, 5, depth).bfloat16()[torch.randperm(depth)]
+    x[7, 3] = 1e5
+    results = [CpuBackend(isa).pack_linear(weight, None, INT8)(x) for isa in ISAS if isa in TWIN_ROWS]
+    assert all(same_bits(result, results[0]) for result in results)
+
+
 @pytest.mark.parametrize("depth", [300, 608])
 @pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("isa", ISAS)
