@@ -305,7 +305,7 @@ AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
 
 
 def without_prompt(request: AnyRequest, grammar: str = "") -> AnyRequest:
-    """The request, of which it keeps what says how it is answered, however much was sent.
+    """The same request, in which nothing is left but what says how it is answered, however much was sent.
 
     grammar: in place of what was said of the answer's form.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Layout:
     """How integers and scales are packed."""
 
     bits: int
-    group: int
+    group: int  # columns that share a scale, a multiple of what a step of the kernel takes
     full_range: bool = False  # -128 is among the integers of eight bits
     half_scales: bool = False  # scales in fp16, else bf16
     row_bits: int = 0  # activations are rounded to integers of 8 bits, or bf16 ones may be to 16; 0: neither
@@ -47,6 +47,11 @@ class Layout:
         steps = -(-columns // (_CHUNK_BYTES * 8 // LANES // self.bits))
         groups = -(-columns // self.group)
         return -(-rows // LANES) * (groups * LANES * _SCALE_BYTES + steps * _CHUNK_BYTES)
+
+    def arguments(self, layer: LinearArguments) -> QuantizedArguments:
+        """The kernel's."""
+        numbers = (self.bits, self.group, self.full_range, self.half_scales, self.row_bits)
+        return QuantizedArguments(layer, *numbers)
 
     def square_bytes(self, rows: int) -> int:
         """What lies behind them."""
@@ -73,30 +78,29 @@ class QuantizedLinear(NativeLinear):
 
         pack fills it, given the addresses of its arguments and, if they are wanted, of the squares.
         """
-        self._numbers = (layout.bits, layout.group, layout.full_range, layout.half_scales)
-        self._row_bits = layout.row_bits
+        self._layout = layout
         num_bytes = layout.packed_bytes(*shape)
 
         def fill(packed: Tensor) -> None:
             layer = LinearArguments(packed.data_ptr(), 0, *shape, DTYPES[dtype], DTYPES[dtype])
-            arguments = QuantizedArguments(layer, *self._numbers, self._row_bits)
+            arguments = layout.arguments(layer)
             pack(ctypes.addressof(arguments), packed.data_ptr() + num_bytes if layout.is_measured else None)
 
         packed = library.weight_memory.filled((num_bytes + layout.square_bytes(shape[0]),), torch.uint8, fill)
         super().__init__(library.quantized_linear, shape, dtype, packed, bias)
         self.squares = packed[num_bytes:].view(torch.float32).view(2, -1) if layout.is_measured else None
-        self._pass(lambda layer: QuantizedArguments(layer, *self._numbers, self._row_bits))
+        self._pass(layout.arguments)
 
     @property
     def takes_bytes(self) -> bool:
         """Whether rows of eight bits could be multiplied by what is packed as well."""
-        return self._row_bits == 8 or (self._row_bits == 16 and self._numbers[0] == 8 and self.dtype is torch.bfloat16)
+        return self._layout.row_bits == 16 and self._layout.bits == 8 and self.dtype is torch.bfloat16
 
     def for_rounded_rows(self) -> QuantizedLinear:
         """The same packed weights over activations that are rounded to eight bits, where `takes_bytes` holds."""
         other = copy.copy(self)
-        other._row_bits, other._structs, other._addresses = 8, {}, {}
-        other._pass(lambda layer: QuantizedArguments(layer, *other._numbers, other._row_bits))
+        other._layout, other._structs, other._addresses = replace(self._layout, row_bits=8), {}, {}
+        other._pass(other._layout.arguments)
         return other
 
     @classmethod
@@ -118,7 +122,7 @@ class QuantizedLinear(NativeLinear):
         n, k = weight.shape
         if scheme.rounds_rows and (scheme.bits != 8 or scheme.group % LANES):
             raise ValueError(f"rows cannot be rounded to {scheme.bits} bits in groups of {scheme.group}")
-        group = scheme.group or -(-k // LANES) * LANES
+        group = scheme.group or max(-(-k // LANES), 1) * LANES
         layout = Layout(scheme.bits, group, row_bits=_row_bits(scheme, k), is_measured=is_measured)
 
         def pack(arguments: int, squares: int | None) -> None:
@@ -151,9 +155,10 @@ class QuantizedLinear(NativeLinear):
 
 
 def _row_bits(scheme: WeightScheme, columns: int) -> int:
-    """16 leaves bf16 activations as they are but for the last bits of small ones: see native/integers.h."""
+    """16 leaves bf16 activations as they are but for the last bits of small ones: native/twin_rows.h, wide_rows.h."""
     if scheme.rounds_rows:
         return 8
     if scheme.bits == 8:
-        return 16 if columns <= min(scheme.columns(columns), _TWIN_COLUMNS) else 0
+        has_one_group = scheme.columns(columns) >= columns
+        return 16 if has_one_group and columns <= _TWIN_COLUMNS else 0
     return 16 if scheme.group % LANES == 0 and scheme.group <= _WIDE_GROUP else 0

@@ -3,9 +3,9 @@
 y = bias + sum over the groups in order of scale * (sum over the group's columns of x * integer), in fp32. Every scale
 is a bf16 number (fp16, or bf16, where the checkpoint brings integers and scales), so that scale * integer is exact in
 fp32: a quantised layer has definite weights, and rounding them is its only error. (A processor that multiplies integers
-faster than a row's own numbers may take bf16 rows as integers of 16 bits, in steps of 2^-13 of a row's largest number
-or less, or 2^-14 of a group's. A number of 1/64 of it or more is the same then; where a row's smaller ones would lose
-more than a part in 1,000 of their norm, it is multiplied once more with what they lost: see native/twin_rows.h and
+faster than a row's own numbers may take bf16 rows as integers of 16 bits, in steps of 2^-14 of a row's or a group's
+largest number or less. A number of 1/128 of it or more is the same then; where a row's smaller ones would lose more
+than a part in 1,000 of their norm, it is multiplied once more with what they lost: see native/twin_rows.h and
 native/wide_rows.h.)
 
 Where rows are rounded too, x is a whole number times a scale of the row's own group: the group's sum is a whole number
@@ -28,7 +28,7 @@ class WeightScheme:
 
     name: str
     bits: int
-    group: int  # columns that share a scale: a multiple of 8, of 16 where rows are rounded; 0: all of them
+    group: int  # columns that share a scale: a multiple of 8, of 16 where rows are rounded; 0: all, however many
     rounds_rows: bool = False  # the activations too are rounded to eight bits, when they come, by rows and groups
     is_float: bool = False  # e4m3 numbers in place of integers, of weights and of activations
 

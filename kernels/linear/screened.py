@@ -28,10 +28,11 @@ _LONGEST_PAUSE = 64  # calls that do not even try, once more and more have been 
 # Rows of eight bits are multiplied twice as fast as bf16 ones. The longer a group, the more of that is left by what is
 # done behind each; the shorter, the less is lost.
 ROUGH = WeightScheme("rough", bits=8, group=256, rounds_rows=True)
-# Instruction sets that multiply rows of eight bits faster than others over the same integers, and round no others.
+# Instruction sets that multiply rows of eight bits faster than others over the same integers.
 _FASTER = ("amxbf16", "avx512bf16")
 # By how much a logit, or a rough one, may miss the product of its row and weights, over the product of their norms: a
 # sum in fp32 of K products that are added one after the other errs by K * 2^-24 at most, and few roundings follow.
+# (Rows of two bytes sum up whole numbers: two, which are rounded once, of no more than twice the norms and once.)
 _SUM_ERROR = 2.0**-24
 _UNSEEN = 1e-18  # a group of columns with nothing larger becomes zero, and squares of less are not counted
 _MARGIN = 1.02  # over errors of the norms, which are sums too, and of the bounds

@@ -7,8 +7,8 @@
 // A format has, beside what every panel format has, kBits and `put`, which writes one integer into a chunk full of zeros; one of 8
 // bits also over another integer, and without touching those beside it, which other threads may be writing.
 //
-// Activations may be rounded to integers too (rounding.h): then a group's sum is a whole number, exact in any order. Of eight bits it is
-// below 2^24, exact in 32-bit integers and in fp32 alike, so all instruction sets agree.
+// Activations may be rounded to integers too (rounding.h): then a group's sum is a whole number, exact in any order. Of eight bits and no
+// more than 1,024 columns it is below 2^24, exact in 32-bit integers and in fp32 alike, so all instruction sets agree.
 #pragma once
 
 #include "microkernel.h"
@@ -216,7 +216,7 @@ struct RoundedPanel {  // [16] words; each byte is an integer plus 128, since on
     static INLINE Vec sum_of(const Sum& acc, int32_t excess) { return {_mm512_cvtepi32_ps(_mm512_sub_epi32(acc.p, _mm512_set1_epi32(excess)))}; }
 };
 #else
-struct RoundedPanel : IntegerPanel<IntegerColumns<8>> {  // fp32 holds every sum of a group exactly
+struct RoundedPanel : IntegerPanel<IntegerColumns<8>> {  // fp32 holds every sum of no more than 1,024 columns
     using Sum = Vec;
     static constexpr int kMost = kMaxInteger8, kExcess = 0;
     static INLINE RowScale scale_of(float largest) { return eight_bits(largest); }

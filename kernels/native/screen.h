@@ -5,7 +5,7 @@
 // took away (Cauchy, Schwarz), and so on for what it took away from the row. Logits that cannot be the largest, or cannot with their noise,
 // are never computed; the others are, by the layer itself, and choose the token. Of rows with top-k those are left out that cannot be among
 // the k. So it is the token that all logits would have chosen, from half of the bytes that sixteen bits take. Where the weights are
-// integers of eight bits, the copy has the same ones, and is multiplied in half of the time, or less.
+// integers of eight bits, these are what rough rows are multiplied by, too (or a copy in another order), and in half of the time, or less.
 #pragma once
 
 #include "sampling.h"

@@ -6,7 +6,7 @@
 // Mirrored by `kernels.linear.screened.ScreenArguments`.
 struct ScreenArguments {
     QuantizedArguments exact;  // the layer, to kRounded, without a bias; n is a multiple of 64. bits is 0: its weights are no integers
-    QuantizedArguments rough;  // its weights in eight bits, for rows in eight bits, to float32
+    QuantizedArguments rough;  // its weights in eight bits (its own ones, or others), for rows in eight bits, to float32
     const float *reach, *size; // [n]: a logit and its rough one are no further apart than the first times a row's norm and the second times
                                // the norm of what rounding took away from it
     double largest;            // above the norm of every output's weights

@@ -105,7 +105,7 @@ struct AskAhead : WriteBehind {
 };
 
 // Asks for the next panels: `lines` from `at` on. A part is not one stretch of them, but every so manieth line.
-struct AskNext : WriteBehind {
+struct AskLines {
     const char* at;
     long lines;
 
@@ -115,6 +115,7 @@ struct AskNext : WriteBehind {
         if (part == kParts - 1) at += lines * kRowBytes;
     }
 };
+struct AskNext : WriteBehind, AskLines {};
 
 struct AskNothing {
     template <int kParts, int P>
@@ -312,7 +313,7 @@ struct TiledLinear {
         for (long at = k.begin; at < k.end; at += kSweepDepth) {
             const long runs = smaller(kSweepDepth, k.end - at) / kRunDepth;
             for (long row = 0; row < num_rows; row += kPairRows, asked += runs * lines) {
-                const AskNext ask{behind, next + asked / panel_lines * panel_bytes() + asked % panel_lines * kRowBytes, lines};
+                const AskNext ask{behind, {next + asked / panel_lines * panel_bytes() + asked % panel_lines * kRowBytes, lines}};
                 multiply_rows<Bf16Product>(registers, rows.from(row, at / kRunDepth), smaller(kPairRows, num_rows - row), panels_at<P>(panel, at), runs,
                                            at == 0, sums + row * P * kLanes, ask);
             }

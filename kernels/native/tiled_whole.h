@@ -60,18 +60,6 @@ struct WriteWhole {
     INLINE void end_run() { results.write(rows); }
 };
 
-// Asks for `lines` a run of what comes next, which is one stream.
-struct AskNextStream {
-    const char* at;
-    long lines;
-
-    template <int kParts, int P>
-    INLINE void ask(int part, const char* const (&)[P], long) {
-        for (long i = part; i < lines; i += kParts) __builtin_prefetch(at + i * kRowBytes, 0, 2);
-        if (part == kParts - 1) at += lines * kRowBytes;
-    }
-};
-
 template <class Out>
 struct TiledWhole {
     static constexpr long kDepth = kRunSteps * RoundedPanel::kPack;  // columns of a run
@@ -121,7 +109,7 @@ struct TiledWhole {
     template <int P>
     INLINE void sweep(long panel, long next, Block& it, WholeResults<Out, P>& results) const {
         const long k = args.layer.k, blocks = num_blocks();
-        AskNextStream ask{packed() + records.scales_at(next < 0 ? panel : next), next < 0 ? 0 : ceil_div(P * kTileSide, blocks)};
+        AskLines ask{packed() + records.scales_at(next < 0 ? panel : next), next < 0 ? 0 : ceil_div(P * kTileSide, blocks)};
         for (long begin = 0; begin < k; begin += kWholeDepth) {
             const long runs = smaller(kWholeDepth, k - begin) / kDepth;
             for (long block = 0; block < blocks; block++) {
@@ -137,7 +125,7 @@ struct TiledWhole {
 
     // sums (+)= a block of rows times columns [begin, begin + runs * kDepth) of P panels.
     template <int P>
-    INLINE void multiply(long panel, long block, long begin, long runs, TileRegisters& registers, char* sums, const AskNextStream& ask,
+    INLINE void multiply(long panel, long block, long begin, long runs, TileRegisters& registers, char* sums, const AskLines& ask,
                          WholeResults<Out, P>& results) const {
         const long row = block * kPairRows, count = smaller(kPairRows, num_rows - row), each = round_up(ceil_div(results.left, runs), 2);
         const auto aside = [&](const auto& ahead) {

@@ -1,17 +1,17 @@
 // bf16 rows over integers of eight bits, one scale for each output, as whole numbers: where processors multiply bytes.
 //
-// A row becomes integers of 16 bits, in steps of a power of two, 2^-13 of its largest number or less, so that a bf16 number enters as it is
-// unless it is below 1/64 of that one. Each is 256 times an upper byte plus a lower one, both signed: two rows of bytes, whose products with
-// the weights' bytes are exact, in any order and for any number of rows. So nothing is widened, neither in registers nor in memory.
+// A row becomes integers of 16 bits, in steps of a power of two, 2^-14 of its largest number or less, so that a bf16 number enters as it is
+// unless it is below 1/128 of that one. (A largest number for which both bytes have no room takes steps twice as long.) Each is 256 times an
+// upper byte plus a lower one, both signed: two rows of bytes, whose products with the weights' bytes are exact, in any order and for any
+// number of rows: below 2^31 for 65,536 columns. So nothing is widened, neither in registers nor in memory.
 //
-// A number far above the rest of its row leaves the rest few bits. Where the rest would lose 2^-10 of its norm or more, which would show if
-// what is above had small weights, the row is followed by what was rounded away, in steps of 2^-15 of the first ones, and the products of
-// both are added. The row alone decides that, so its bits are the same in every batch.
+// A number far above the rest of its row leaves the rest few bits. Where the rest would lose 0.14 % of its norm or more, about what rounding
+// an output to bf16 takes, which would show if what is above had small weights, the row is followed by what was rounded away, in steps of
+// 2^-15 of the first ones, and the products of both are added. The row alone decides that, so its bits are the same in every batch.
 #pragma once
 
 #include <cmath>
 
-#include "followed.h"
 #include "rounding.h"
 #include "tiled_whole.h"
 
@@ -26,9 +26,10 @@ INLINE double twins_lose(const T*, long) { return 0.0; }
 
 #if defined(__AVX512VNNI__)
 
+constexpr long kTwinColumns = 1L << 16;  // whose products are below 2^31 together
 constexpr long kTwinLine = 64;          // numbers whose bytes lie side by side
-constexpr float kTwinRest = 512.0f;     // in steps; the largest number has 2^13 or more
-constexpr float kTwinLost = 0x1p-20f;   // of the rest, both squared and added up
+constexpr float kTwinRest = 1024.0f;    // in steps; the largest number has 2^14 or more, or a little less
+constexpr float kTwinLost = 0x1p-19f;   // of the rest, both squared and added up
 constexpr float kTwinFiner = 0x1p-15f;  // steps of what was rounded away
 constexpr long kTwinRows = 256;         // at a time: what they become takes memory for good
 constexpr long kTwinBytes = 3L << 18;   // of them, which shall stay in the second cache
@@ -164,9 +165,10 @@ struct TwinRows {
     }
 
   private:
-    // bits: of the row's largest magnitude.
+    // bits: of the row's largest magnitude. 255 * 128 is the one that is too large for two signed bytes.
     static INLINE RowScale scale_for(uint32_t bits) {
-        const uint32_t word = (bits & 0x7f800000) - (13 << 23);
+        const bool is_full = (bits & 0x7f0000) == 0x7f0000;
+        const uint32_t word = (bits & 0x7f800000) - ((is_full ? 13 : 14) << 23);
         float largest, step;
         memcpy(&largest, &bits, 4);
         memcpy(&step, &word, 4);
@@ -180,30 +182,59 @@ INLINE double twins_lose(const Bf16* x, long k) {
     return rows.lost(x);
 }
 
+// Rows that are followed by others, and what is summed of both.
+struct Followed {
+    const long* follows;  // [m]: which row follows one, of those behind the m; 0: none
+    float* sums;          // [2][count][width]: of the followed rows and of those that follow
+    long m, count, width;
+
+    // Where the sums of a row go; null: they are all of it.
+    INLINE float* place(long row) const {
+        if (row >= m) return sums + (count + row - m) * width;
+        return count > 0 && follows[row] ? sums + (follows[row] - m) * width : nullptr;
+    }
+};
+
 // Where the sums of two rows of bytes go: they are one row's.
 template <class Out>
 struct TwinOutput {
     Out output;
+    const Followed& followed;
 
     template <int N>
     INLINE void write_all(long row, const long (&panels)[N], const float* sums, long count) const {
         alignas(64) float values[kLanes / 2 * N * kLanes];
         join<N>(sums, count, values);
-        output.template write_all<N>(row / 2, panels, values, count / 2);
+        if (followed.count == 0) return output.template write_all<N>(row / 2, panels, values, count / 2);
+        write_each<N>(row / 2, panels, values, count / 2, [&](long one, const float* its) { output.template write_all<N>(one, panels, its, 1); });
     }
     template <int P>
     INLINE void write_now(long row, long panel, const float* sums, long count) const {
         alignas(64) float values[kLanes * P * kLanes];
         join<P>(sums, count, values);
-        output.template write_now<P>(row / 2, panel, values, count / 2);
+        if (followed.count == 0) return output.template write_now<P>(row / 2, panel, values, count / 2);
+        long panels[P];
+        UNROLL for (int p = 0; p < P; p++) panels[p] = panel + p;
+        write_each<P>(row / 2, panels, values, count / 2, [&](long one, const float* its) { output.template write_now<P>(one, panel, its, 1); });
     }
     INLINE void finish() const { output.finish(); }
 
   private:
     template <int N>
     static INLINE void join(const float* sums, long count, float* to) {
+        if (count % 2 != 0) abort();
         for (long m = 0; m < count; m += 2) {
             UNROLL for (int n = 0; n < N; n++) store(to + (m / 2 * N + n) * kLanes, load(sums + (m * N + n) * kLanes) + load(sums + ((m + 1) * N + n) * kLanes));
+        }
+    }
+
+    // write(row, its values) of each row that is whole by itself; the sums of the others are kept.
+    template <int N, class Write>
+    NOINLINE void write_each(long row, const long (&panels)[N], const float* values, long count, const Write& write) const {
+        for (long i = 0; i < count; i++, values += N * kLanes) {
+            float* kept = followed.place(row + i);
+            if (kept == nullptr) write(row + i, values);
+            for (int n = 0; n < N && kept != nullptr; n++) store(kept + panels[n] * kLanes, load(values + n * kLanes));
         }
     }
 };
@@ -217,26 +248,44 @@ INLINE bool twins_take_tiles(const QuantizedArguments& args, long m) {
 #endif
 }
 
-// y [count, n] of rows that are bytes.
-INLINE void multiply_twins(const QuantizedArguments& args, const TwinRows& rows, void* y, long count, long threads) {
+// y [m, n] of rows that are bytes, but for those that are followed.
+INLINE void multiply_twins(const QuantizedArguments& args, const TwinRows& rows, const Followed& followed, void* y, long threads) {
     const Records<RoundedPanel> records(args);
+    const long count = 2 * (followed.m + followed.count);
 #if defined(NOVA_TILES)
     if (rows.place.are_tiles) {
         const TileRows tiles{(const char*)rows.bytes, rows.place.row, rows.place.line, rows.place.tile};
-        const TwinOutput<TileOutput> output{{args.layer, {args.layer, y, 0}, may_pass_by(args.layer, y)}};
-        return TiledWhole<TwinOutput<TileOutput>>{args, records, tiles, 2 * count, output, {rows.rounded, 0}}.run(threads);
+        const TwinOutput<TileOutput> output{{args.layer, {args.layer, y, 0}, may_pass_by(args.layer, y)}, followed};
+        return TiledWhole<TwinOutput<TileOutput>>{args, records, tiles, count, output, {rows.rounded, 0}}.run(threads);
     }
 #endif
-    const TwinOutput<Output<Bf16>> output{{args.layer, y, 0}};
-    const Operands<int8_t> operands{0, 2 * count, nullptr, 0, rows.place.tile / kLanes, {rows.bytes, rows.place.row}};
+    const TwinOutput<Output<Bf16>> output{{args.layer, y, 0}, followed};
+    const Operands<int8_t> operands{0, count, nullptr, 0, rows.place.tile / kLanes, {rows.bytes, rows.place.row}};
     run_tile(QuantizedTile<TwinOutput<Output<Bf16>>, RoundedPanel, ScaledRows<RoundedPanel>>{
                  records, (const uint8_t*)args.layer.packed, operands, output, args.half_scales != 0, {rows.rounded, 0}},
              args.layer, threads);
 }
 
+// The rows of y that are followed.
+INLINE void add_followed(const QuantizedArguments& args, const Followed& followed, void* y, long threads) {
+    const Output<Bf16> output{args.layer, y, 0};
+    parallel_ranges(followed.m, 1, kElementWork * followed.count * args.layer.n, threads, [&](long begin, long end) {
+        for (long row = begin; row < end; row++) {
+            const float* sums = followed.place(row);
+            if (sums == nullptr) continue;
+            const float* more = followed.place(followed.follows[row]);
+            for (long panel = 0; panel < ceil_div(args.layer.n, kLanes); panel++) {
+                alignas(64) float values[kLanes];
+                store(values, load(sums + panel * kLanes) + load(more + panel * kLanes));
+                output.write_sums(row, &panel, values, 1, 1);
+            }
+        }
+    });
+}
+
 // Of no more than kTwinRows rows.
 INLINE void twin_rows(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
-    static thread_local Scratch number_memory, index_memory, byte_memory;
+    static thread_local Scratch number_memory, index_memory, byte_memory, sums_memory;
     const long k = args.layer.k, depth = round_up(k, kTwinLine), most = 4 * m;  // each row may be followed by another one, both of two
     const bool are_tiles = twins_take_tiles(args, m);
     const TwinPlace place{are_tiles, are_tiles ? kTwinLine : depth, are_tiles ? kLanes * kTwinLine : kTwinLine, kLanes * depth};
@@ -247,19 +296,24 @@ INLINE void twin_rows(const QuantizedArguments& args, const Bf16* x, long x_stri
     parallel_ranges(m, 4, kElementWork * m * k, threads, [&](long begin, long end) {
         for (long row = begin; row < end; row++) follows[row] = rows.round(x + row * x_stride, row);
     });
-    long count = 0;
+    Followed followed{follows, nullptr, m, 0, round_up(args.layer.n, kLanes)};
     for (long row = 0; row < m; row++) {
-        if (!follows[row]) continue;
-        follows[row] = m + count++;
-        rows.round_rest(x + row * x_stride, row, follows[row]);
+        if (follows[row]) follows[row] = m + followed.count++;
     }
-    if (count == 0) return multiply_twins(args, rows, y, m, threads);
-    multiply_followed(args, follows, y, m, count, threads,
-                      [&](const QuantizedArguments& to_sums, float* sums) { multiply_twins(to_sums, rows, sums, m + count, threads); });
+    if (followed.count == 0) return multiply_twins(args, rows, followed, y, threads);
+    followed.sums = sums_memory.get<float>(2 * followed.count * followed.width);
+    parallel_ranges(m, 1, kElementWork * followed.count * k, threads, [&](long begin, long end) {
+        for (long row = begin; row < end; row++) {
+            if (follows[row]) rows.round_rest(x + row * x_stride, row, follows[row]);
+        }
+    });
+    multiply_twins(args, rows, followed, y, threads);
+    add_followed(args, followed, y, threads);
 }
 
 INLINE bool twin_quantized(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
-    if (args.row_bits != 16 || args.bits != 8) return false;
+    if (!has_twins<Bf16>(args)) return false;
+    if (args.layer.k > kTwinColumns || args.group < args.layer.k) abort();  // as `quantizing` of kernels.linear.quantized sees to
     const long number_bytes = args.layer.out_dtype == args.layer.dtype ? sizeof(Bf16) : sizeof(float);
     const long most = clamp(kTwinBytes / (2 * larger(args.layer.k, 1)) / kLanes * kLanes, kLanes, kTwinRows);
     const long pass = round_up(ceil_div(m, larger(1, ceil_div(m, most))), kLanes);  // all of about the same size

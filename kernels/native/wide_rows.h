@@ -5,7 +5,7 @@
 // of 2^-15 of the first row's. The products of both are added. The row alone decides that, so its bits are the same in every batch.
 #pragma once
 
-#include "followed.h"
+#include "quantized.h"
 #include "rounding.h"
 
 namespace {
@@ -104,14 +104,29 @@ struct WideRows {
 
 // Of no more than kTileRows rows.
 void wide_tile(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
-    static thread_local Scratch first_memory, index_memory, all_memory;
+    static thread_local Scratch first_memory, index_memory, all_memory, sums_memory;
     const auto first = round_rows<WidePanel>(x, x_stride, m, args.layer.k, args.group, first_memory, threads);
     const WideRows rows{args, x, x_stride, m, threads, first};
     long* second = index_memory.get<long>(m);
     const long count = rows.count_second(second);
     if (count == 0) return vector_rounded<Bf16>(args, first, y, m, threads);
-    multiply_followed(args, second, y, m, count, threads, [&](const QuantizedArguments& to_sums, float* sums) {
-        vector_rounded<Bf16>(to_sums, rows.all(second, count, all_memory), sums, m + count, threads);
+    const long n = args.layer.n;
+    QuantizedArguments sums_args = args;
+    sums_args.layer.bias = nullptr;
+    sums_args.layer.out_dtype = kFloat32;
+    float* sums = sums_memory.get<float>((m + count) * n + kLanes);  // the last panel may be read behind its end
+    vector_rounded<Bf16>(sums_args, rows.all(second, count, all_memory), sums, m + count, threads);
+    const Output<Bf16> output{args.layer, y, 0};
+    parallel_ranges(m, 1, kElementWork * m * n, threads, [&](long begin, long end) {
+        for (long row = begin; row < end; row++) {
+            for (long panel = 0; panel < ceil_div(n, kLanes); panel++) {
+                alignas(64) float values[kLanes];
+                Vec sum = load(sums + row * n + panel * kLanes);
+                if (second[row]) sum = sum + load(sums + second[row] * n + panel * kLanes);
+                store(values, sum);
+                output.write_sums(row, &panel, values, 1, 1);
+            }
+        }
     });
 }
 

@@ -132,9 +132,9 @@ def test_layers_split_over_two_ranks_when_quantised_then_rows_and_whole_groups_h
         assert isinstance(split, QuantizedLinear)
         sums.append(split(x[:, columns]))
     assert torch.equal(torch.cat(rows, dim=1), whole(x))
-    halves = weight.split(weight.shape[1] if scheme.group else weight.shape[1] // 2, dim=1)
-    stood_for = torch.cat([dequantize(*quantize(half, scheme), scheme) for half in halves], dim=1)
-    torch.testing.assert_close(sums[0] + sums[1], x @ stood_for.T, rtol=1e-5, atol=1e-4)
+    halves = [dequantize(*quantize(half, scheme), scheme) for half in weight.chunk(2, dim=1)]
+    expected = whole(x) if scheme.group else x @ torch.cat(halves, dim=1).T
+    torch.testing.assert_close(sums[0] + sums[1], expected, rtol=1e-5, atol=1e-4)
 
 
 def test_quantisation_where_kernels_have_none_when_checked_then_config_error_and_none_elsewhere(

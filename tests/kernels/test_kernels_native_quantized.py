@@ -21,6 +21,7 @@ from tests.kernels.native_cases import (
     WIDE_ROWS,
     relative_error,
     same_bits,
+    twin_rows,
     wide_rows,
 )
 
@@ -28,8 +29,9 @@ pytestmark = pytest.mark.stage0
 
 ROWS = (1, 2, 3, 5, 7, 8, 9, 10, 11, 12, 16, 17, 33, 96, 100)
 # Neither n nor k a multiple of a panel, a chunk or a group; one, some and many groups; more than one block of panels.
-# Then some that tiles can take, k being a multiple of 32: last groups that are short, an odd number of panels.
-SHAPES = ((1, 1), (16, 8), (17, 33), (48, 64), (100, 65), (163, 259), (72, 352), (163, 1088))
+# Then some that tiles can take, k being a multiple of 32, or 64 for whole numbers: last groups that are short, an odd
+# number of panels.
+SHAPES = ((1, 1), (16, 8), (17, 33), (48, 64), (100, 65), (163, 259), (72, 352), (72, 640), (163, 1088))
 SCHEMES = (INT8, INT4, replace(INT8, group=64), replace(INT4, group=128), replace(INT8, group=288))
 
 
@@ -43,9 +45,9 @@ def weights_of(backend: CpuBackend, weight: Tensor, scheme: WeightScheme) -> Ten
 def entered(isa: str, x: Tensor, scheme: WeightScheme) -> Tensor:
     """x as integers or as it is: what the kernels multiply, in float64."""
     if x.dtype is torch.bfloat16 and scheme.bits == 8 and isa in TWIN_ROWS and scheme.columns(x.shape[1]) >= x.shape[1]:
-        return wide_rows(x, x.shape[1], 13)
+        return twin_rows(x)
     if x.dtype is torch.bfloat16 and scheme.bits == 4 and isa in WIDE_ROWS:
-        return wide_rows(x, scheme.group, 14)
+        return wide_rows(x, scheme.group)
     return x.double()
 
 
@@ -91,10 +93,13 @@ def test_rows_whose_numbers_are_far_apart_when_multiplied_then_what_is_lost_is_b
             assert same_bits(linear(given[row : row + 1], torch.float32)[0], exact[row])
 
 
+@pytest.mark.parametrize("depth", [300, 1088])
 @pytest.mark.parametrize("isa", ISAS)
-def test_rows_with_and_without_outliers_when_multiplied_then_bias_and_every_type_of_result_as_alone(isa: str) -> None:
+def test_rows_with_and_without_outliers_when_multiplied_then_bias_and_every_type_of_result_as_alone(
+    isa: str, depth: int
+) -> None:
     torch.manual_seed(1)
-    x, weight, bias = torch.randn(530, 300), torch.randn(37, 300).bfloat16(), torch.randn(37)
+    x, weight, bias = torch.randn(530, depth), torch.randn(85, depth).bfloat16(), torch.randn(85)
     x[::4, 13] = 1e4
     linear = CpuBackend(isa).pack_linear(weight, bias, INT8)
     assert isinstance(linear, QuantizedLinear)
@@ -107,11 +112,11 @@ def test_rows_with_and_without_outliers_when_multiplied_then_bias_and_every_type
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in TWIN_ROWS])
-def test_rows_of_sixteen_bits_when_nothing_is_below_a_64th_then_not_rounded(isa: str) -> None:
+def test_rows_of_sixteen_bits_when_nothing_is_below_a_128th_then_not_rounded(isa: str) -> None:
     """The products of a column with one weight are single numbers: each has to come back as it was."""
     torch.manual_seed(0)
     sign = torch.randint(0, 2, (40, 300)) * 2.0 - 1.0
-    x = ((torch.rand(40, 300) * 63 + 1) * sign * torch.logspace(-15, 15, 40).unsqueeze(1)).bfloat16()
+    x = ((torch.rand(40, 300) * 126 + 1) * sign * torch.logspace(-15, 15, 40).unsqueeze(1)).bfloat16()
     linear = CpuBackend(isa).pack_linear(torch.eye(300).bfloat16(), None, INT8)
     scale = quantize(torch.eye(300), INT8)[1].float().amax(1)
     assert same_bits(linear(x, torch.float32), x.float() * (127 * scale))
@@ -121,14 +126,30 @@ def test_rows_of_sixteen_bits_when_nothing_is_below_a_64th_then_not_rounded(isa:
 def test_rows_of_two_bytes_when_multiplied_by_tiles_or_vectors_then_same_bits(depth: int) -> None:
     """A sum of whole numbers has no order: the same on every instruction set that multiplies bytes."""
     torch.manual_seed(depth)
-    weight, x = torch.randn(80, depth).bfloat16(), torch.randn(600, depth).bfloat16()
+    weight, bias, x = torch.randn(85, depth).bfloat16(), torch.randn(85), torch.randn(600, depth).bfloat16()
     x[5] *= torch.logspace(-5, 5, depth).bfloat16()[torch.randperm(depth)]
-    x[7, 3] = 1e5
-    results = [CpuBackend(isa).pack_linear(weight, None, INT8)(x) for isa in ISAS if isa in TWIN_ROWS]
+    x[7, 3], x[8], x[9], x[10] = 1e5, 0.0, 1e-19, 1e-40
+    linears = [CpuBackend(isa).pack_linear(weight, bias, INT8) for isa in ISAS if isa in TWIN_ROWS]
+    results = [linear(x) for linear in linears]
     assert all(same_bits(result, results[0]) for result in results)
+    for linear, result in zip(linears, results, strict=True):
+        for row in (0, 5, 7, 8, 9, 10, 255, 256, 599):
+            assert same_bits(linear(x[row : row + 1])[0], result[row]), row
 
 
-@pytest.mark.parametrize("depth", [300, 608])
+@pytest.mark.parametrize("isa", ISAS)
+def test_as_many_columns_as_sums_have_room_for_when_all_numbers_are_large_then_not_one_overflows(isa: str) -> None:
+    depth = 1 << 16
+    weight = torch.ones(32, depth)
+    weight[1::2] = -1.0
+    for largest in (1.015625, 1.984375, 1.9921875):  # lower bytes of -128; the largest upper ones; both together
+        linear = CpuBackend(isa).pack_linear(weight.bfloat16(), None, INT8)
+        result = linear(torch.full((9, depth), largest).bfloat16(), torch.float32)
+        exact = largest * depth * weight[:, 0] * (127 * quantize(weight[:1], INT8)[1].float().item())
+        torch.testing.assert_close(result, exact.expand(9, 32), rtol=2e-4, atol=0.0)  # a chain of sums errs, too
+
+
+@pytest.mark.parametrize("depth", [300, 608, 1088])
 @pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("isa", ISAS)
 def test_more_rows_than_a_tile_and_threads_when_multiplied_then_rows_as_alone(
@@ -200,10 +221,13 @@ def test_strided_input_and_weight_when_multiplied_then_as_contiguous(scheme: Wei
     assert same_bits(linear(x[:, 3:35].T.contiguous().T), expected)
 
 
+@pytest.mark.parametrize("depth", [90, 128])
 @pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("isa", ISAS)
-def test_rows_that_are_not_finite_when_multiplied_then_the_others_are_as_before(isa: str, scheme: WeightScheme) -> None:
-    weight, x = torch.randn(70, 90).bfloat16(), torch.randn(20, 90).bfloat16()
+def test_rows_that_are_not_finite_when_multiplied_then_the_others_are_as_before(
+    isa: str, scheme: WeightScheme, depth: int
+) -> None:
+    weight, x = torch.randn(70, depth).bfloat16(), torch.randn(20, depth).bfloat16()
     linear = CpuBackend(isa).pack_linear(weight, None, scheme)
     clean = linear(x)
     x[4, 7], x[11] = float("nan"), float("inf")

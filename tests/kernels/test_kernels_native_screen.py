@@ -16,7 +16,7 @@ from kernels.linear.schemes import INT4, INT8, W8A8, WeightScheme
 from kernels.linear.screened import ScreenedLinear
 from kernels.native.library import load_library
 from tests.kernels.builders import sampling_tensors
-from tests.kernels.native_cases import CPU, DTYPES, ISAS, WIDE_ROWS
+from tests.kernels.native_cases import CPU, DTYPES, ISAS, TWIN_ROWS, WIDE_ROWS
 
 pytestmark = pytest.mark.stage0
 
@@ -194,6 +194,21 @@ def test_logits_of_integers_when_compared_with_rough_ones_then_rows_alone_lose(
         assert bool((error <= reach).all())
         if scheme is not None and rows is whole:
             assert float((error / head(rows, torch.float32).abs().amax(1, keepdim=True)).max()) < 1e-5
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in TWIN_ROWS])
+def test_rows_that_the_layer_rounds_when_that_decides_then_it_does(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What 70.5 and 71.5 lose in whole steps raises a logit from 26 to 52, which no row of eight bits tells."""
+    loosened(monkeypatch)
+    x, weight = torch.full((1, 128), 320.0), torch.zeros(640, 128)
+    x[0, 0], x[0, 1:27], x[0, 27:53] = 16384.0, 70.5, 71.5
+    weight[100, 1:27], weight[100, 27:53] = -1.0, 1.0
+    weight[500, 99] = 47.0 / 320.0
+    head = ScreenedLinear(load_library(isa), weight.bfloat16(), INT8)
+    logits = head.in_float32(x.bfloat16())[0]
+    assert 45.0 < float(logits[500]) < float(logits[100]) == 52.0
+    assert abs(float(head.rough(x.bfloat16(), torch.float32)[0, 100])) < 45.0
+    assert_picks(CpuBackend(isa), head, x.bfloat16(), params(1))
 
 
 @pytest.mark.parametrize("isa", ISAS)
