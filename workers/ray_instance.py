@@ -96,7 +96,8 @@ class RayInstance:
             try:
                 _start_local(self._config, self._run_dir)
             finally:
-                self._servers = children_named(RAY_SERVERS)
+                # One that was killed looks ended when its first thread is, before anybody can wait for it: `stop` does.
+                self._servers = children_named(RAY_SERVERS, with_ended=True)
             if not has_idle_agents():
                 self._watch = _watch_agents(self._servers)
         else:

@@ -57,9 +57,13 @@ def cpu_seconds(pid: int) -> float | None:
     return float(times.user + times.system)
 
 
-def children_named(names: Collection[str]) -> list[psutil.Process]:
-    """Those children of this process that run and have such a name."""
-    return [child for child in psutil.Process().children() if runs(child) and _name(child) in names]
+def children_named(names: Collection[str], *, with_ended: bool = False) -> list[psutil.Process]:
+    """Those children of this process that run and have such a name.
+
+    with_ended: and those that have ended, as long as nobody has waited for them.
+    """
+    children = psutil.Process().children()
+    return [child for child in children if (with_ended or runs(child)) and _name(child) in names]
 
 
 def below(process: psutil.Process) -> list[psutil.Process]:
