@@ -95,9 +95,11 @@ class RayInstance:
         if is_local:
             try:
                 _start_local(self._config, self._run_dir)
-            finally:
+            except BaseException:
                 # One that was killed looks ended when its first thread is, before anybody can wait for it: `stop` does.
                 self._servers = children_named(RAY_SERVERS, with_ended=True)
+                raise
+            self._servers = children_named(RAY_SERVERS)
             if not has_idle_agents():
                 self._watch = _watch_agents(self._servers)
         else:
