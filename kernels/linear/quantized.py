@@ -19,7 +19,6 @@ from kernels.weights import Deferred, made
 _CHUNK_BYTES = 64  # as in native/integers.h
 _SCALE_BYTES = 2
 _TWIN_COLUMNS = 1 << 16  # whose products of bytes are below 2^31 together
-_WIDE_GROUP = 512  # columns whose products with rows of 16 bits are below 2^31 together
 
 
 class QuantizedArguments(ctypes.Structure):
@@ -45,8 +44,8 @@ class Layout:
     def packed_bytes(self, rows: int, columns: int) -> int:
         """Scales and integers together; rows are padded to panels, columns to steps of the kernel."""
         steps = -(-columns // (_CHUNK_BYTES * 8 // LANES // self.bits))
-        groups = -(-columns // self.group)
-        return -(-rows // LANES) * (groups * LANES * _SCALE_BYTES + steps * _CHUNK_BYTES)
+        scales = -(-columns // self.group) + int(self.bits == 4 and self.row_bits == 16)  # beside factors, outputs' own
+        return -(-rows // LANES) * (scales * LANES * _SCALE_BYTES + steps * _CHUNK_BYTES)
 
     def arguments(self, layer: LinearArguments) -> QuantizedArguments:
         """The kernel's."""
@@ -155,10 +154,8 @@ class QuantizedLinear(NativeLinear):
 
 
 def _row_bits(scheme: WeightScheme, columns: int) -> int:
-    """16 leaves bf16 activations as they are but for the last bits of small ones: native/twin_rows.h, wide_rows.h."""
+    """16 leaves bf16 activations as they are but for the last bits of small ones: native/twin_rows.h."""
     if scheme.rounds_rows:
         return 8
-    if scheme.bits == 8:
-        has_one_group = scheme.columns(columns) >= columns
-        return 16 if has_one_group and columns <= _TWIN_COLUMNS else 0
-    return 16 if scheme.group % LANES == 0 and scheme.group <= _WIDE_GROUP else 0
+    has_one_scale = scheme.bits == 4 or scheme.columns(columns) >= columns
+    return 16 if has_one_scale and columns <= _TWIN_COLUMNS else 0

@@ -12,7 +12,8 @@ from torch import Tensor
 from kernels.checks import check_linear, check_shape
 from kernels.linear.schemes import IntegerWeight, WeightScheme
 
-_CANDIDATES = tuple(-7.0 - 0.25 * i for i in range(16))  # for the integer that the largest weight of a group becomes
+_LARGEST_FACTOR = 15
+_CANDIDATES = (1, 0, -1, -2)  # factors of a group that are tried, beside the usual one
 SMALLEST_NUMBER = 1e-18  # a group that holds nothing larger becomes zero: squares would underflow
 LARGEST_FLOAT8 = 448.0  # of e4m3
 _ROWS_AT_ONCE = 1024  # bounds the memory that quantising takes
@@ -148,8 +149,7 @@ def _quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     at = groups.nan_to_num(0.0, 0.0, 0.0).abs().argmax(-1, keepdim=True)
     largest = groups.gather(-1, at)
     usable = largest.abs() > SMALLEST_NUMBER
-    largest = largest.where(usable, 1.0)
-    found = largest.abs() / scheme.highest if scheme.bits == 8 else _search(groups, largest, scheme)
+    found = largest.abs() / scheme.highest if scheme.bits == 8 else _search(groups, largest.where(usable, 0.0), scheme)
     scales = found.where(usable, 0.0).bfloat16()
     integers = (groups / scales.float()).where(usable, 0.0).round().clamp(scheme.lowest, scheme.highest)
     scales = scales + (groups * 0.0).sum(-1, keepdim=True).bfloat16()
@@ -159,14 +159,19 @@ def _quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
 def _search(groups: Tensor, largest: Tensor, scheme: WeightScheme) -> Tensor:
     """A scale for each group of [N, groups, group] whose largest weight is `largest`: [N, groups, 1].
 
-    The largest weight becomes about -8, which is why a scale may be negative. Of several steps around that, some of
-    which clip, the one whose integers, times the scale that suits them best, leave the smallest squared error.
+    It is the output's unit times a whole number up to 15, of either sign: the one that loses least, of those by which
+    the largest weight becomes about 8. So all of an output's weights are its unit times integers of eight bits. A unit
+    has four significant bits, so that scales are bf16 numbers.
     """
-    best_gain, best_scale = torch.full_like(largest, -1.0), torch.zeros_like(largest)
-    for candidate in _CANDIDATES:
-        integers = (groups * (candidate / largest)).round().clamp(scheme.lowest, scheme.highest)
-        products, squares = (groups * integers).sum(-1, keepdim=True), (integers * integers).sum(-1, keepdim=True)
-        gain = products * products / squares  # by so much this takes away from the squared error
-        better = gain > best_gain
-        best_gain, best_scale = gain.where(better, best_gain), (products / squares).where(better, best_scale)
-    return best_scale
+    unit = largest.abs().amax(1, keepdim=True) / (_LARGEST_FACTOR * -scheme.lowest)
+    unit = ((unit.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
+    values = groups / unit
+    usual = (largest.abs() / unit / -scheme.lowest).round()
+    least, best = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
+    for step in _CANDIDATES:
+        for sign in (-1.0, 1.0):
+            factor = (usual + step).clamp(1, _LARGEST_FACTOR) * torch.where(largest > 0, sign, -sign)
+            away = values - (values / factor).round().clamp(scheme.lowest, scheme.highest) * factor
+            lost = away.square().sum(-1, keepdim=True)
+            best, least = factor.where(lost < least, best), lost.minimum(least)
+    return best * unit

@@ -16,6 +16,7 @@
 namespace {
 
 constexpr long kChunkBytes = 64;
+constexpr long kScaleBytes = kLanes * sizeof(Bf16);  // of one panel in one group, also in fp16
 constexpr int kMinInteger4 = -8, kMaxInteger4 = 7;
 constexpr int kMaxInteger8 = 127;  // and the least is its negative, but in the formats for the full range
 constexpr int kMinInteger8 = -128;
@@ -226,63 +227,49 @@ struct RoundedPanel : IntegerPanel<IntegerColumns<8>> {  // fp32 holds every sum
 };
 #endif
 
-// Without bf16 products, integers of 16 bits are multiplied twice as fast as fp32 numbers; here by weights of four bits (by those of eight:
-// twin_rows.h). Their step is a power of two, 2^-14 of the largest number of a group or less, so that a bf16 number enters as it is unless it
-// is below 1/128 of that one; then it is rounded to a step (but see wide_rows.h). A group has no more than 512 columns: its sum is below 2^31.
-#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
-#define NOVA_WIDE_ROWS
-struct WidePanel : IntegerColumns<4> {
+// Integers of four bits times a factor of their group, a whole number up to 15, are integers of eight bits, and an output has one scale for all of
+// them: so rows of bytes (twin_rows.h) meet RoundedPanel's bytes in the end. Only a weight that was quantised here has such factors.
+#if defined(__AVX512VNNI__)
+#define NOVA_FACTORS
+struct FactorPanel {  // [16] words; byte i has integer i of a column in its lower half and integer i + 4 in its upper one
     using T = uint8_t;
-    using X = int16_t;
-    static constexpr int kPairs = kPack / 2, kMost = 32767, kExcess = 0;
+    static constexpr int kBits = 4, kPack = 8, kSteps = kPack / RoundedPanel::kPack;
+    static constexpr bool kHasFactors = true;
 
-    struct Sum {
-        __m512i p;
+    // A negative factor is a positive one of the negative integers. Plus 7 or 8 those of either kind are 0 to 15.
+    static INLINE void put(uint8_t* chunk, int column, int k, int value, bool is_negative) {
+        chunk[4 * column + k % 4] |= (uint8_t)(((is_negative ? 7 - value : 8 + value) & 15) << (k / 4 * 4));
+    }
+    // Of a column in a group: its factor, and what makes RoundedPanel's byte of the product.
+    static INLINE void put_factor(uint8_t* factors, int column, int factor, bool is_negative) {
+        factors[2 * column] = (uint8_t)factor;
+        factors[2 * column + 1] = (uint8_t)(RoundedPanel::kExcess - (is_negative ? 7 : 8) * factor);
+    }
+
+    struct Group {
+        __m512i factors, offsets;  // of 16 bits, and of 8
     };
-
-    static INLINE RowScale scale_of(float largest) {
-        uint32_t word;
-        memcpy(&word, &largest, 4);
-        word = (word & 0x7f800000) - (14 << 23);
-        float step;
-        memcpy(&step, &word, 4);
-        return {step, 1.0f / step};
+    static INLINE Group group_at(const uint8_t* factors) {
+        const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)factors));
+        return {_mm512_shuffle_epi8(words, _mm512_set4_epi32((int)0x800c800c, (int)0x80088008, (int)0x80048004, (int)0x80008000)),
+                _mm512_shuffle_epi8(words, _mm512_set4_epi32(0x0d0d0d0d, 0x09090909, 0x05050505, 0x01010101))};
     }
 
-    // The i-th integer of each half of a column's word.
-    static INLINE __m512i widen(const __m512i& words, int i) {
-        return _mm512_srai_epi16(i == kPairs - 1 ? words : _mm512_slli_epi16(words, 16 - kBits * (i + 1)), 16 - kBits);
-    }
-
-    // A row's integers in the order that they are multiplied in.
-    static INLINE void store_integers(int16_t* to, const Vec& integers) {
-        const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-        const __m256i in_order = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(integers.p[0]));
-        _mm256_storeu_si256((__m256i*)to, _mm256_shuffle_epi8(in_order, _mm256_broadcastsi128_si256(order)));
-    }
-
-    template <int M, int N, class Operand>
-    static INLINE void step(Sum (&acc)[M][N], const Operand& x, long k, const T* const (&w)[N], long at) {
-        __m512i words[N];
-        UNROLL for (int n = 0; n < N; n++) words[n] = _mm512_loadu_si512(w[n] + at);
-        UNROLL for (int i = 0; i < kPairs; i++) {
-            __m512i pairs[N];
-            UNROLL for (int n = 0; n < N; n++) pairs[n] = widen(words[n], i);
-            UNROLL for (int m = 0; m < M; m++) {
-                int32_t word;
-                memcpy(&word, x.at(m, k + 2 * i), 4);
-                const __m512i row = _mm512_set1_epi32(word);
-                UNROLL for (int n = 0; n < N; n++) {  // see RoundedPanel
-                    asm("vpdpwssd %2, %1, %0" : "+v"(acc[m][n].p) : "v"(pairs[n]), "v"(row));
-                }
-            }
+    // Two of RoundedPanel's chunks: a product of 15 and 15 never reaches the byte beside it.
+    static INLINE void widen(const uint8_t* chunk, const Group& group, __m512i (&bytes)[kSteps]) {
+        const __m512i words = _mm512_loadu_si512(chunk), low = _mm512_set1_epi16(0x0f0f);
+        UNROLL for (int i = 0; i < kSteps; i++) {
+            const __m512i integers = _mm512_and_si512(i == 0 ? words : _mm512_srli_epi16(words, 4), low);
+            bytes[i] = _mm512_add_epi8(_mm512_mullo_epi16(integers, group.factors), group.offsets);
         }
     }
-
-    static INLINE Sum nothing() { return {_mm512_setzero_si512()}; }
-    static INLINE Vec sum_of(const Sum& acc, int32_t) { return {_mm512_cvtepi32_ps(acc.p)}; }
 };
 #endif
+
+template <class Format, class = void>
+constexpr long kOwnBytes = 0;  // of a panel, beside those of its groups: what has factors has its scales there
+template <class Format>
+constexpr long kOwnBytes<Format, std::enable_if_t<Format::kHasFactors>> = kScaleBytes;
 
 // The formats for activations of type T.
 template <class T>

@@ -1,15 +1,17 @@
 // From a weight, or from integers and scales that are there already, to what quantized.h reads.
 //
-// `kernels.linear.reference.quantize` is the definition. A scale is rounded to bf16; each integer is that multiple of the
+// `kernels.linear.reference.quantize` is the definition. A scale is a bf16 number; each integer is that multiple of the
 // scale which is nearest to the weight. 16 columns are computed at once, each in its own lane.
 #pragma once
+
+#include <cmath>
 
 #include "quantized.h"
 
 namespace {
 
-constexpr int kCandidates = 16;
-constexpr double kCandidateWork = 2.0;  // operations for a weight and a candidate
+constexpr int kCandidates = 4, kMaxFactor = 15;  // factors of a group that are tried, with either sign
+constexpr double kCandidateWork = 2.0;           // operations for a weight and one of them
 
 INLINE Vec select_positive(const Vec& condition, const Vec& a, const Vec& b) {
     VEC_MAP((Part)(((PartBits)a.p[i] & (PartBits)(condition.p[i] > 0.0f)) |
@@ -39,34 +41,42 @@ struct Quantizer;
 template <>
 struct Quantizer<8> {
     static constexpr int kLow = -kMaxInteger8, kHigh = kMaxInteger8;
-    static INLINE Vec scale(const float*, long, const Vec& largest) {
-        return absolute(largest) / splat((float)kMaxInteger8);
-    }
+    static constexpr double kWork = kCandidateWork;
+    static INLINE Vec scale(const float*, long, const Vec& largest, const Vec&) { return absolute(largest) / splat((float)kMaxInteger8); }
 };
 
-// The largest weight becomes about -8, which is why a scale may be negative. Of several steps around that, some of which clip,
-// the one whose integers, times the scale that suits them best, leave the smallest squared error.
+// A group's scale is the output's unit times a whole number, of either sign: the one that loses least, of those by which its largest weight
+// becomes about 8. So all of an output's weights are its unit times integers of eight bits.
 template <>
 struct Quantizer<4> {
     static constexpr int kLow = kMinInteger4, kHigh = kMaxInteger4;
-    static INLINE Vec scale(const float* w, long count, const Vec& largest) {
-        Vec best_gain = splat(-1.0f), best_scale = zero();
-        for (int candidate = 0; candidate < kCandidates; candidate++) {
-            const Vec inverse = splat(-7.0f - 0.25f * candidate) / largest;
-            Vec products = zero(), squares = zero();
+    static constexpr double kWork = 2 * kCandidates * kCandidateWork;
+
+    static INLINE Vec scale(const float* w, long count, const Vec& largest, const Vec& unit) {
+        const Vec steps = splat(1.0f) / unit, usual = round_integer(absolute(largest) * steps / splat((float)-kLow));
+        Vec least = splat(__FLT_MAX__), best = zero();
+        for (int candidate = 0; candidate < 2 * kCandidates; candidate++) {
+            const Vec positive = clamp(usual + splat((float)(1 - candidate / 2)), 1, kMaxFactor);
+            const Vec factor = select_positive(candidate % 2 ? largest : zero() - largest, positive, zero() - positive);
+            const Vec inverse = splat(1.0f) / factor;
+            Vec lost = zero();
             for (long k = 0; k < count; k++) {
-                const Vec value = load(w + k * kLanes);
-                const Vec integer = clamp(round_integer(value * inverse), kLow, kHigh);
-                products = fma(value, integer, products);
-                squares = fma(integer, integer, squares);
+                const Vec value = load(w + k * kLanes) * steps;
+                const Vec away = value - clamp(round_integer(value * inverse), kLow, kHigh) * factor;
+                lost = fma(away, away, lost);
             }
-            const Vec gain = products * products / squares;  // by so much this takes away from the squared error
-            best_scale = select_positive(gain - best_gain, products / squares, best_scale);
-            best_gain = select_positive(gain - best_gain, gain, best_gain);
+            best = select_positive(least - lost, factor, best);
+            least = select_positive(least - lost, lost, least);
         }
-        return best_scale;
+        return best * unit;
     }
 };
+
+// The unit of outputs whose largest weights these are: four bits, so that its products with factors are bf16 numbers.
+INLINE Vec unit_of(const Vec& largest) {
+    const Vec unit = absolute(largest) / splat((float)(kMaxFactor * -kMinInteger4));
+    VEC_MAP((Part)(((PartBits)unit.p[i] + 0x80000u) & 0xfff00000u));
+}
 
 // What is added up of 16 outputs: the squares of what rounding takes away from their weights, and those of the weights.
 struct Squares {
@@ -79,14 +89,23 @@ struct Squares {
     }
 };
 
-// One group of one panel: w [count][16] to its scales, and to integers in the chunks that lie chunk_stride apart.
+// One group of one panel: w [count][16] to its scales, or factors, and to integers in the chunks that lie chunk_stride apart.
 template <class Format>
-void quantize_group(const float* w, long count, Bf16* scales, uint8_t* chunks, long chunk_stride, Squares& squares) {
+void quantize_group(const float* w, long count, const Vec& unit, uint8_t* scales, uint8_t* chunks, long chunk_stride, Squares& squares) {
     using Rule = Quantizer<Format::kBits>;
+    constexpr bool kHasFactors = kOwnBytes<Format> > 0;
     const Vec largest = largest_weight(w, count), usable = absolute(largest) - splat(kSmallestNumber);
-    const Vec scale = round_bf16(select_positive(usable, Rule::scale(w, count, largest), zero()));
-    store(scales, scale + not_finite(w, count));
+    const Vec scale = round_bf16(select_positive(usable, Rule::scale(w, count, largest, unit), zero()));
     const Vec divisor = select_positive(usable, scale, splat(1.0f));
+    float factors[kLanes];
+    if constexpr (kHasFactors) {
+        store(factors, scale / select_positive(unit, unit, splat(1.0f)));
+        for (int column = 0; column < kLanes; column++) {
+            Format::put_factor(scales, column, (int)std::fabs(factors[column]) & kMaxFactor, factors[column] < 0.0f);
+        }
+    } else {
+        store((Bf16*)scales, scale + not_finite(w, count));
+    }
     for (long k = 0; k < count; k++) {
         float integers[kLanes];
         const Vec weight = load(w + k * kLanes), value = select_positive(usable, weight, zero());
@@ -95,19 +114,28 @@ void quantize_group(const float* w, long count, Bf16* scales, uint8_t* chunks, l
         squares.lost = fma(lost, lost, squares.lost);
         squares.weights = fma(weight, weight, squares.weights);
         uint8_t* chunk = chunks + k / Format::kPack * chunk_stride;
-        for (int column = 0; column < kLanes; column++) Format::put(chunk, column, k % Format::kPack, (int)integers[column]);
+        for (int column = 0; column < kLanes; column++) {
+            if constexpr (kHasFactors) {
+                Format::put(chunk, column, k % Format::kPack, (int)integers[column], factors[column] < 0.0f);
+            } else {
+                Format::put(chunk, column, k % Format::kPack, (int)integers[column]);
+            }
+        }
     }
 }
 
-// Rows [first, first + 16) of weight [n, k] in columns [start, start + count), as [count][16]; zeros for rows that are not there.
+// Rows [first, first + 16) of weight [n, k] as [k][16]; zeros for rows that are not there.
 template <class T>
-void transpose_group(const T* weight, long n, long row_stride, long first, long start, long count, float* columns) {
-    static thread_local Scratch scratch;
-    float* line = scratch.get<float>(count);
-    for (long i = 0; i < kLanes; i++) {
-        const bool exists = first + i < n;
-        if (exists) to_operand(weight + (first + i) * row_stride + start, count, line, count);
-        for (long k = 0; k < count; k++) columns[k * kLanes + i] = exists ? line[k] : 0.0f;
+void transpose_panel(const T* weight, long n, long k, long row_stride, long first, float* columns) {
+    constexpr long kAtOnce = 256;  // columns
+    float line[kAtOnce];
+    for (long start = 0; start < k; start += kAtOnce) {
+        const long count = smaller(kAtOnce, k - start);
+        for (long i = 0; i < kLanes; i++) {
+            const bool exists = first + i < n;
+            if (exists) to_operand(weight + (first + i) * row_stride + start, count, line, count);
+            for (long j = 0; j < count; j++) columns[(start + j) * kLanes + i] = exists ? line[j] : 0.0f;
+        }
     }
 }
 
@@ -115,19 +143,22 @@ void transpose_group(const T* weight, long n, long row_stride, long first, long 
 template <class T, class Format>
 void quantize(const QuantizedArguments& args, const T* weight, long row_stride, float* squares, long threads) {
     const Records<Format> records(args);
-    const double work = kCandidateWork * (Format::kBits == 4 ? kCandidates : 1) * args.layer.n * args.layer.k;
+    const double work = Quantizer<Format::kBits>::kWork * args.layer.n * args.layer.k;
     parallel_for(records.panels, work, threads, [&](long panel) {
         static thread_local Scratch scratch;
-        float* columns = scratch.get<float>(records.group * kLanes);
+        float* columns = scratch.get<float>(records.k * kLanes);
         uint8_t* scales = (uint8_t*)args.layer.packed + records.scales_at(panel);
         uint8_t* chunks = (uint8_t*)args.layer.packed + records.chunks_at(panel);
         const long step = records.step_bytes(panel);
+        transpose_panel(weight, args.layer.n, records.k, row_stride, panel * kLanes, columns);
+        const Vec unit = unit_of(largest_weight(columns, records.k));
+        if (records.kOwn > 0) {
+            store((Bf16*)((uint8_t*)args.layer.packed + records.own_scales_at(panel)), unit + not_finite(columns, records.k));
+        }
         Squares sums;
         for (long group = 0; group < records.groups; group++) {
-            const long count = records.count(group);
             for (long i = 0; i < records.steps(group); i++) memset(chunks + i * step, 0, kChunkBytes);
-            transpose_group(weight, args.layer.n, row_stride, panel * kLanes, group * records.group, count, columns);
-            quantize_group<Format>(columns, count, (Bf16*)scales, chunks, step, sums);
+            quantize_group<Format>(columns + group * records.group * kLanes, records.count(group), unit, scales, chunks, step, sums);
             scales += records.record_bytes(panel);
             chunks += records.record_bytes(panel);
         }
@@ -137,10 +168,14 @@ void quantize(const QuantizedArguments& args, const T* weight, long row_stride, 
 
 template <class T>
 void quantize(const QuantizedArguments& args, const T* weight, long row_stride, float* squares, long threads) {
-    if (args.row_bits == 8 || has_twins<T>(args)) {
+    if (args.bits == 8 && (args.row_bits == 8 || has_twins<T>(args))) {
         quantize<T, RoundedPanel>(args, weight, row_stride, squares, threads);
     } else if (args.bits == 8) {
         quantize<T, typename IntegerFormats<T>::Bits8>(args, weight, row_stride, squares, threads);
+#if defined(NOVA_FACTORS)
+    } else if (has_twins<T>(args)) {
+        quantize<T, FactorPanel>(args, weight, row_stride, squares, threads);
+#endif
     } else {
         quantize<T, typename IntegerFormats<T>::Bits4>(args, weight, row_stride, squares, threads);
     }

@@ -13,25 +13,24 @@ struct QuantizedArguments {
     LinearArguments layer;
     int64_t bits, group;  // 8 or 4; a multiple of 8
     int64_t full_range, half_scales;  // whether -128 is among integers of 8 bits; whether scales are fp16, else bf16
-    int64_t row_bits;  // activations become integers of 8 bits; or bf16 ones of 16, by what wide_rows.h and twin_rows.h say; 0: they don't.
-                       // If they do, a group is a multiple of 16 columns, or all of them
+    int64_t row_bits;  // activations become integers of 8 bits; or bf16 ones of 16, by what twin_rows.h says; 0: they don't.
+                       // If they do, a group is a multiple of 16 columns (of 8 at four bits), or all of them
 };
 
 namespace {
 
-// Whether rows become two of bytes each: twin_rows.h.
+// Whether rows become two of bytes each: twin_rows.h. Integers of four bits then have factors, and outputs one scale.
 template <class T>
-INLINE bool has_twins(const QuantizedArguments& args) { return std::is_same_v<T, Bf16> && args.row_bits == 16 && args.bits == 8; }
+INLINE bool has_twins(const QuantizedArguments& args) { return std::is_same_v<T, Bf16> && args.row_bits == 16; }
 
 constexpr long kRecordPanels = 2;       // as many as pass over many rows at a time: they read one stream from end to end
 constexpr long kSplitRows = kWidth == 16 ? kBlockRows : 0;  // below that, four panels pass over any number of rows at a time
-constexpr long kScaleBytes = kLanes * sizeof(Bf16);  // of one panel in one group, also in fp16
 
 // Where things lie: blocks of kRecordPanels panels (the last one may have fewer), in each one record per group. A record holds
-// the scales of its panels, then for each step one chunk per panel.
+// the scales (or factors) of its panels, then for each step one chunk per panel.
 template <class Format>
 struct Records {
-    static constexpr long kPack = Format::kPack;
+    static constexpr long kPack = Format::kPack, kOwn = kOwnBytes<Format>;
     long panels, groups, k, group;
 
     explicit Records(const QuantizedArguments& args)
@@ -48,11 +47,12 @@ struct Records {
     long step_bytes(long panel) const { return width(panel) * kChunkBytes; }
     long record_bytes(long panel) const { return width(panel) * kScaleBytes + group / kPack * step_bytes(panel); }
 
-    // Of a panel: its scales and its first chunk in the record of the first group.
-    long scales_at(long panel) const {
-        const long panel_bytes = groups * kScaleBytes + ceil_div(k, kPack) * kChunkBytes;
+    // Of a panel: its own scales; those and its first chunk in the record of the first group.
+    long own_scales_at(long panel) const {
+        const long panel_bytes = kOwn + groups * kScaleBytes + ceil_div(k, kPack) * kChunkBytes;
         return panel / kRecordPanels * kRecordPanels * panel_bytes + panel % kRecordPanels * kScaleBytes;
     }
+    long scales_at(long panel) const { return own_scales_at(panel) + width(panel) * kOwn; }
     long chunks_at(long panel) const {
         const long place = panel % kRecordPanels;
         return scales_at(panel) + width(panel) * kScaleBytes + place * (kChunkBytes - kScaleBytes);

@@ -8,7 +8,6 @@
 #include "quantized.h"
 #include "tiled_streams.h"
 #include "twin_rows.h"
-#include "wide_rows.h"
 
 namespace {
 
@@ -209,7 +208,7 @@ bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<RoundedPane
         const TileRows rows = rows_as_tiles(integers.integers + first * integers.width, integers.width, count, layer.k, scratch, threads);
         const auto output = output_at(first);
         using Out = std::remove_const_t<decltype(output)>;
-        if (records.groups == 1) return TiledWhole<Out>{args, records, rows, count, output, {integers, first}}.run(threads);
+        if (records.groups == 1) return TiledWhole<Out, BytePanels>{args, BytePanels(args), rows, count, output, {integers, first}}.run(threads);
         run_panels(TiledQuantized<IntegerPanels, RoundedSums, Out>{args, panels, rows, count, output, {integers, first}}, layer, threads);
     });
     return true;
@@ -234,9 +233,7 @@ void quantized_linear(const QuantizedArguments& args, const T* x, long x_stride,
         static thread_local Scratch scratch;
         const auto rows = round_rows<RoundedPanel>(x, x_stride, m, args.layer.k, args.group, scratch, threads);
         rounded_linear<T>(args, rows, y, m, threads);
-    } else if (twin_quantized(args, x, x_stride, y, m, threads) || wide_quantized(args, x, x_stride, y, m, threads)) {
-        return;
-    } else if (!tiled_quantized(args, x, x_stride, y, m, threads)) {
+    } else if (!twin_quantized(args, x, x_stride, y, m, threads) && !tiled_quantized(args, x, x_stride, y, m, threads)) {
         vector_quantized(args, x, x_stride, y, m, threads);
     }
 }

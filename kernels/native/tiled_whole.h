@@ -2,14 +2,11 @@
 // it is done once, behind the products of the rows after it.
 #pragma once
 
-#include "quantized.h"
-#include "tiled_streams.h"
+#include "whole_streams.h"
 
 #if defined(NOVA_TILES)
 
 namespace {
-
-constexpr long kWholeDepth = 1024;  // of a pair of panels that stays in the first cache while rows go past it
 
 // What a group's sums of a row of the layer come to.
 struct RoundedSums {
@@ -48,7 +45,7 @@ struct WholeResults {
     }
 };
 
-// What is done beside a block's products: results of the block before are written, and what comes next is asked for.
+// What is done beside a block's products: results of the block before are written, and what comes next is asked for, or widened.
 template <class Results, class Ask>
 struct WriteWhole {
     Results& results;
@@ -57,33 +54,41 @@ struct WriteWhole {
 
     template <int kParts, int P>
     INLINE void ask(int part, const char* const (&panels)[P], long run) { ahead.template ask<kParts>(part, panels, run); }
-    INLINE void end_run() { results.write(rows); }
+    INLINE void end_run() {
+        ahead.end_run();
+        results.write(rows);
+    }
 };
 
-template <class Out>
+// Panels: BytePanels or FactorPanels.
+template <class Out, class Panels>
 struct TiledWhole {
     static constexpr long kDepth = kRunSteps * RoundedPanel::kPack;  // columns of a run
     const QuantizedArguments& args;
-    const Records<RoundedPanel>& records;
+    Panels panels;
     TileRows rows;
     long num_rows;
     Out output;
     RoundedSums rule;
 
     void run(long threads) const {
-        const long pairs = records.panels / 2;
-        parallel_shares(ceil_div(records.panels, 2), (double)num_rows * args.layer.n * args.layer.k, threads, [&](Shares& shares) {
+        const long count = ceil_div(args.layer.n, kLanes), pairs = count / 2;
+        parallel_shares(ceil_div(count, 2), (double)num_rows * args.layer.n * args.layer.k, threads, [&](Shares& shares) {
             static thread_local Scratch scratch;
-            Block block{scratch.get<char>(2 * num_blocks() * kBlockBytes), 0, {}};
+            const long sums = 2 * num_blocks() * kBlockBytes;
+            char* memory = scratch.get<char>(sums + Panels::kMemory);
+            Block block{memory, 0, {}};
             WholeResults<Out, 2> results{rule, output};
+            typename Panels::template Stream<2> stream(panels, num_blocks(), memory + sums);
             for (long i; (i = shares.take()) >= 0;) {
                 const long after = shares.after(i);
                 if (i < pairs) {
-                    sweep<2>(2 * i, after >= 0 && after < pairs ? 2 * after : -1, block, results);
+                    sweep<2>(2 * i, after >= 0 && after < pairs ? 2 * after : -1, stream, block, results);
                 } else {  // a panel alone
                     results.write(kPairRows);
                     WholeResults<Out, 1> last{rule, output};
-                    sweep<1>(2 * i, -1, block, last);
+                    typename Panels::template Stream<1> alone(panels, num_blocks(), memory + sums);
+                    sweep<1>(2 * i, -1, alone, block, last);
                     last.write(kPairRows);
                 }
             }
@@ -103,37 +108,34 @@ struct TiledWhole {
     };
 
     INLINE long num_blocks() const { return ceil_div(num_rows, kPairRows); }
-    INLINE const char* packed() const { return (const char*)args.layer.packed; }
 
     // All rows over P panels. next: the panel that comes after them, or -1.
-    template <int P>
-    INLINE void sweep(long panel, long next, Block& it, WholeResults<Out, P>& results) const {
+    template <int P, class Stream>
+    INLINE void sweep(long panel, long next, Stream& stream, Block& it, WholeResults<Out, P>& results) const {
         const long k = args.layer.k, blocks = num_blocks();
-        AskLines ask{packed() + records.scales_at(next < 0 ? panel : next), next < 0 ? 0 : ceil_div(P * kTileSide, blocks)};
-        for (long begin = 0; begin < k; begin += kWholeDepth) {
-            const long runs = smaller(kWholeDepth, k - begin) / kDepth;
+        for (long begin = 0; begin < k; begin += Panels::kColumns) {
+            const long runs = smaller(Panels::kColumns, k - begin) / kDepth;
+            const auto tiles = stream.take(panel, begin, next);
             for (long block = 0; block < blocks; block++) {
-                const long place = k <= kWholeDepth ? it.turn++ % 2 : it.turn % 2 * blocks + block;
+                const long place = k <= Panels::kColumns ? it.turn++ % 2 : it.turn % 2 * blocks + block;
                 char* sums = it.sums + place * kBlockBytes;
-                multiply<P>(panel, block, begin, runs, it.registers, sums, ask, results);
-                ask.at += runs * ask.lines * kRowBytes;
-                if (begin + kWholeDepth >= k) begin_results<P>(panel, block, sums, results);
+                multiply(tiles, block, begin, runs, it.registers, sums, stream, results);
+                if (begin + Panels::kColumns >= k) begin_results<P>(panel, block, sums, results);
             }
         }
-        if (k > kWholeDepth) it.turn++;
+        if (k > Panels::kColumns) it.turn++;
     }
 
     // sums (+)= a block of rows times columns [begin, begin + runs * kDepth) of P panels.
-    template <int P>
-    INLINE void multiply(long panel, long block, long begin, long runs, TileRegisters& registers, char* sums, const AskLines& ask,
+    template <int P, class Tiles, class Stream>
+    INLINE void multiply(const Tiles& tiles, long block, long begin, long runs, TileRegisters& registers, char* sums, Stream& stream,
                          WholeResults<Out, P>& results) const {
         const long row = block * kPairRows, count = smaller(kPairRows, num_rows - row), each = round_up(ceil_div(results.left, runs), 2);
-        const auto aside = [&](const auto& ahead) {
+        stream.with_aside(runs, [&](const auto& ahead) {
             using Ask = std::decay_t<decltype(ahead)>;
-            multiply_rows<IntegerProduct>(registers, rows.from(row, begin / kDepth), count, tiles_at<P>(panel, begin / kDepth), runs, begin == 0, sums,
+            multiply_rows<IntegerProduct>(registers, rows.from(row, begin / kDepth), count, tiles, runs, begin == 0, sums,
                                           WriteWhole<WholeResults<Out, P>, Ask>{results, ahead, each});
-        };
-        num_blocks() == 1 ? aside(AskStream{}) : aside(ask);
+        });
     }
 
     template <int P>
@@ -144,16 +146,9 @@ struct TiledWhole {
         results.left = smaller(kPairRows, num_rows - results.row);
         results.panel = panel;
         for (int p = 0; p < P && block == 0; p++) {
-            const char* scales = packed() + records.scales_at(panel + p);
+            const uint8_t* scales = panels.scales(panel + p);
             results.scales[p] = args.half_scales ? load((const Fp16*)scales) : load((const Bf16*)scales);
         }
-    }
-
-    template <int P>
-    INLINE TilePanels<P, P * kChunkBytes> tiles_at(long panel, long run) const {
-        TilePanels<P, P * kChunkBytes> tiles;
-        for (int p = 0; p < P; p++) tiles.at[p] = packed() + records.chunks_at(panel + p) + run * kRunSteps * P * kChunkBytes;
-        return tiles;
     }
 };
 

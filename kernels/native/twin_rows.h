@@ -1,4 +1,4 @@
-// bf16 rows over integers of eight bits, one scale for each output, as whole numbers: where processors multiply bytes.
+// bf16 rows over integers of eight bits, or of four times factors, one scale for each output, as whole numbers: where processors multiply bytes.
 //
 // A row becomes integers of 16 bits, in steps of a power of two, 2^-14 of its largest number or less, so that a bf16 number enters as it is
 // unless it is below 1/128 of that one. (A largest number for which both bytes have no room takes steps twice as long.) Each is 256 times an
@@ -12,6 +12,7 @@
 
 #include <cmath>
 
+#include "factors.h"
 #include "rounding.h"
 #include "tiled_whole.h"
 
@@ -34,6 +35,7 @@ constexpr float kTwinFiner = 0x1p-15f;  // steps of what was rounded away
 constexpr long kTwinRows = 256;         // at a time: what they become takes memory for good
 constexpr long kTwinBytes = 3L << 18;   // of them, which shall stay in the second cache
 constexpr long kTwinTileRows = 5;       // fewer take less time without tiles
+constexpr long kFactorTileRows = 3;     // of four bits: registers have no room for what is widened beside more
 
 // Where bytes lie: lines of 64 columns, so many bytes from one to the next; rows two by two, upper and lower.
 struct TwinPlace {
@@ -242,7 +244,9 @@ struct TwinOutput {
 // Whether m rows pass over the layer by tiles. They have the same bits.
 INLINE bool twins_take_tiles(const QuantizedArguments& args, long m) {
 #if defined(NOVA_TILES)
-    return m >= kTwinTileRows && args.layer.k > 0 && args.layer.k % (kRunSteps * RoundedPanel::kPack) == 0;
+    constexpr long depth = kRunSteps * RoundedPanel::kPack;
+    if (args.layer.k == 0 || args.layer.k % depth != 0) return false;
+    return args.bits == 8 ? m >= kTwinTileRows : m >= kFactorTileRows && args.group % depth == 0;
 #else
     return false;
 #endif
@@ -250,20 +254,24 @@ INLINE bool twins_take_tiles(const QuantizedArguments& args, long m) {
 
 // y [m, n] of rows that are bytes, but for those that are followed.
 INLINE void multiply_twins(const QuantizedArguments& args, const TwinRows& rows, const Followed& followed, void* y, long threads) {
-    const Records<RoundedPanel> records(args);
     const long count = 2 * (followed.m + followed.count);
+    const auto* packed = (const uint8_t*)args.layer.packed;
 #if defined(NOVA_TILES)
     if (rows.place.are_tiles) {
         const TileRows tiles{(const char*)rows.bytes, rows.place.row, rows.place.line, rows.place.tile};
-        const TwinOutput<TileOutput> output{{args.layer, {args.layer, y, 0}, may_pass_by(args.layer, y)}, followed};
-        return TiledWhole<TwinOutput<TileOutput>>{args, records, tiles, count, output, {rows.rounded, 0}}.run(threads);
+        using Out = TwinOutput<TileOutput>;
+        const Out output{{args.layer, {args.layer, y, 0}, may_pass_by(args.layer, y)}, followed};
+        if (args.bits == 4) return TiledWhole<Out, FactorPanels>{args, FactorPanels(args), tiles, count, output, {rows.rounded, 0}}.run(threads);
+        return TiledWhole<Out, BytePanels>{args, BytePanels(args), tiles, count, output, {rows.rounded, 0}}.run(threads);
     }
 #endif
-    const TwinOutput<Output<Bf16>> output{{args.layer, y, 0}, followed};
+    using Out = TwinOutput<Output<Bf16>>;
+    const Out output{{args.layer, y, 0}, followed};
     const Operands<int8_t> operands{0, count, nullptr, 0, rows.place.tile / kLanes, {rows.bytes, rows.place.row}};
-    run_tile(QuantizedTile<TwinOutput<Output<Bf16>>, RoundedPanel, ScaledRows<RoundedPanel>>{
-                 records, (const uint8_t*)args.layer.packed, operands, output, args.half_scales != 0, {rows.rounded, 0}},
-             args.layer, threads);
+    if (args.bits == 4) return FactorTile<Out>{args, Records<FactorPanel>(args), operands, output, rows.rounded}.run(threads);
+    const Records<RoundedPanel> records(args);
+    using Tile = QuantizedTile<Out, RoundedPanel, ScaledRows<RoundedPanel>>;
+    run_tile(Tile{records, packed, operands, output, args.half_scales != 0, {rows.rounded, 0}}, args.layer, threads);
 }
 
 // The rows of y that are followed.
@@ -313,7 +321,7 @@ INLINE void twin_rows(const QuantizedArguments& args, const Bf16* x, long x_stri
 
 INLINE bool twin_quantized(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
     if (!has_twins<Bf16>(args)) return false;
-    if (args.layer.k > kTwinColumns || args.group < args.layer.k) abort();  // as `quantizing` of kernels.linear.quantized sees to
+    if (args.layer.k > kTwinColumns || (args.bits == 8 && args.group < args.layer.k)) abort();  // as `quantizing` of kernels.linear.quantized sees to
     const long number_bytes = args.layer.out_dtype == args.layer.dtype ? sizeof(Bf16) : sizeof(float);
     const long most = clamp(kTwinBytes / (2 * larger(args.layer.k, 1)) / kLanes * kLanes, kLanes, kTwinRows);
     const long pass = round_up(ceil_div(m, larger(1, ceil_div(m, most))), kLanes);  // all of about the same size

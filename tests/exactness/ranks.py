@@ -1,9 +1,8 @@
-"""One rank and two give the same tokens in float32: `python -m tests.exactness.ranks [--quantization int4]`.
+"""One rank and two give the same tokens in float32: `python -m tests.exactness.ranks`.
 
 Every case of the matrix runs on both, in company. Sums are taken in another order with two ranks, so log-probabilities
 are close (`TOLERANCE`), not equal; the tokens are the same unless two of them are as close as that. Quantised weights
-are the same where a rank's columns are whole groups, which with the demo model is so for int4. Exit status 1 if
-anything differs.
+are other ones on two ranks, each of which has scales for the columns that it has. Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ TOLERANCE = 1e-4
 HOW = Circumstance(max_num_seqs=16, max_num_batched_tokens=64, prefix_caching=True, steps_in_flight=2)
 
 
-def config_of(num_ranks: int, quantization: str) -> ServeConfig:
+def config_of(num_ranks: int) -> ServeConfig:
     """The demo model in float32."""
-    config = HOW.config("demo", "float32", quantization)
+    config = HOW.config("demo", "float32", "none")
     return replace(config, parallel=replace(config.parallel, tensor_parallel_size=num_ranks))
 
 
@@ -66,14 +65,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quantization", default="none", choices=("none", "int4"))
     options = parser.parse_args()
-    quantization = options.quantization
-    runner = Runner("demo", "float32", quantization)
+    runner = Runner("demo", "float32", "none")
     cases = make_cases(options.cases, runner.vocab_size(), options.seed)
-    executors = (LocalExecutor(config_of(1, quantization)), RayExecutor(config_of(2, quantization)))
+    executors = (LocalExecutor(config_of(1)), RayExecutor(config_of(2)))
     try:
-        engines = [EngineCore(executor, config_of(1, quantization)) for executor in executors]
+        engines = [EngineCore(executor, config_of(1)) for executor in executors]
         one, two = (runner.drive(engine, cases, HOW, random.Random(0)) for engine in engines)
     finally:
         for executor in executors:

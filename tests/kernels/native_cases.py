@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import AttentionMetadata, AttentionParams
@@ -17,9 +16,7 @@ from kernels.native.build import EMULATED_TILES, runs_here, supported_isas
 ISAS = (*supported_isas(), *((EMULATED_TILES,) if runs_here(EMULATED_TILES) and not runs_here("amxbf16") else ()))
 TILES = ("amxbf16", EMULATED_TILES)
 DOT_PRODUCTS = (*TILES, "avx512bf16")  # those that multiply bf16 numbers in pairs
-# That make bf16 rows integers, too: over weights of four bits WidePanel in integers.h, of eight bits twin_rows.h.
-WIDE_ROWS = ("avx512vnni",)
-TWIN_ROWS = (*DOT_PRODUCTS, *WIDE_ROWS)
+TWIN_ROWS = (*DOT_PRODUCTS, "avx512vnni")  # that make bf16 rows integers: twin_rows.h
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (None, torch.int8)
 CPU = torch.device("cpu")
@@ -37,28 +34,20 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def wide_rows(x: Tensor, group: int) -> Tensor:
-    """x [M, K] in steps of 2^-14 of the power of two below the largest number of each group of columns: float64.
-
-    Rows of whose numbers below 1/16 of that power too much would be lost stay as they are.
-    """
-    return _in_steps(x, group, torch.tensor(14.0), 2.0**-20)
-
-
 def twin_rows(x: Tensor) -> Tensor:
-    """The same of bf16 rows over weights of eight bits: where the largest has eight ones, steps are twice as long."""
-    is_full = (x.abs().amax(1).bfloat16().view(torch.int16) & 0x7F) == 0x7F
-    return _in_steps(x, x.shape[1], torch.where(is_full, 13.0, 14.0)[:, None, None], 2.0**-19)
+    """x [M, K] in steps of 2^-14 of the power of two below each row's largest number: float64.
 
-
-def _in_steps(x: Tensor, group: int, bits: Tensor, most_lost: float) -> Tensor:
-    parts = F.pad(x.double(), (0, -x.shape[1] % group)).view(len(x), -1, group)
-    largest = parts.abs().amax(-1, keepdim=True)
-    step = torch.exp2(largest.clamp(min=1e-18).log2().floor() - bits)
-    rounded = (parts / step).round() * step
-    rest = parts.where((parts / step).abs() < 1024, 0.0)
-    is_kept = (parts - rounded).square().sum((1, 2)) > most_lost * rest.square().sum((1, 2))
-    return parts.where(is_kept[:, None, None], rounded).flatten(1)[:, : x.shape[1]]
+    Where that number has eight ones, steps are twice as long. Rows of whose numbers below 1/16 of that power too much
+    would be lost stay as they are.
+    """
+    is_full = (x.abs().amax(1, keepdim=True).bfloat16().view(torch.int16) & 0x7F) == 0x7F
+    numbers = x.double()
+    largest = numbers.abs().amax(1, keepdim=True)
+    step = torch.exp2(largest.clamp(min=1e-18).log2().floor() - torch.where(is_full, 13.0, 14.0))
+    rounded = (numbers / step).round() * step
+    rest = numbers.where((numbers / step).abs() < 1024, 0.0)
+    is_kept = (numbers - rounded).square().sum(1) > 2.0**-19 * rest.square().sum(1)
+    return numbers.where(is_kept[:, None], rounded)
 
 
 def poison(cache: Tensor) -> None:

@@ -18,11 +18,9 @@ from tests.kernels.native_cases import (
     ISAS,
     TOLERANCE,
     TWIN_ROWS,
-    WIDE_ROWS,
     relative_error,
     same_bits,
     twin_rows,
-    wide_rows,
 )
 
 pytestmark = pytest.mark.stage0
@@ -32,7 +30,14 @@ ROWS = (1, 2, 3, 5, 7, 8, 9, 10, 11, 12, 16, 17, 33, 96, 100)
 # Then some that tiles can take, k being a multiple of 32, or 64 for whole numbers: last groups that are short, an odd
 # number of panels.
 SHAPES = ((1, 1), (16, 8), (17, 33), (48, 64), (100, 65), (163, 259), (72, 352), (72, 640), (163, 1088))
-SCHEMES = (INT8, INT4, replace(INT8, group=64), replace(INT4, group=128), replace(INT8, group=288))
+SCHEMES = (
+    INT8,
+    INT4,
+    replace(INT8, group=64),
+    replace(INT4, group=128),
+    replace(INT4, group=24),
+    replace(INT8, group=288),
+)
 
 
 def weights_of(backend: CpuBackend, weight: Tensor, scheme: WeightScheme) -> Tensor:
@@ -44,11 +49,21 @@ def weights_of(backend: CpuBackend, weight: Tensor, scheme: WeightScheme) -> Ten
 
 def entered(isa: str, x: Tensor, scheme: WeightScheme) -> Tensor:
     """x as integers or as it is: what the kernels multiply, in float64."""
-    if x.dtype is torch.bfloat16 and scheme.bits == 8 and isa in TWIN_ROWS and scheme.columns(x.shape[1]) >= x.shape[1]:
-        return twin_rows(x)
-    if x.dtype is torch.bfloat16 and scheme.bits == 4 and isa in WIDE_ROWS:
-        return wide_rows(x, scheme.group)
-    return x.double()
+    has_one_scale = scheme.bits == 4 or scheme.columns(x.shape[1]) >= x.shape[1]
+    return twin_rows(x) if x.dtype is torch.bfloat16 and isa in TWIN_ROWS and has_one_scale else x.double()
+
+
+def multiples(rows: int, columns: int, scheme: WeightScheme) -> Tensor:
+    """Weights [rows, columns] that a scheme has: every integer, and of four bits every factor of a group."""
+    generator = torch.Generator().manual_seed(0)
+    integers = torch.randint(scheme.lowest, scheme.highest + 1, (rows, columns), generator=generator)
+    group = scheme.columns(columns)
+    integers[:, ::group] = scheme.lowest
+    if scheme.bits == 8:
+        return integers.float()
+    factors = torch.randint(1, 16, (rows, -(-columns // group)), generator=generator)
+    factors[:, 0] = 15
+    return (integers * factors.repeat_interleave(group, dim=1)[:, :columns]).float()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,15 +108,16 @@ def test_rows_whose_numbers_are_far_apart_when_multiplied_then_what_is_lost_is_b
             assert same_bits(linear(given[row : row + 1], torch.float32)[0], exact[row])
 
 
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("depth", [300, 1088])
 @pytest.mark.parametrize("isa", ISAS)
 def test_rows_with_and_without_outliers_when_multiplied_then_bias_and_every_type_of_result_as_alone(
-    isa: str, depth: int
+    isa: str, depth: int, scheme: WeightScheme
 ) -> None:
     torch.manual_seed(1)
     x, weight, bias = torch.randn(530, depth), torch.randn(85, depth).bfloat16(), torch.randn(85)
     x[::4, 13] = 1e4
-    linear = CpuBackend(isa).pack_linear(weight, bias, INT8)
+    linear = CpuBackend(isa).pack_linear(weight, bias, scheme)
     assert isinstance(linear, QuantizedLinear)
     rows = x.bfloat16()
     whole, exact, rounded = linear(rows), linear(rows, torch.float32), linear.in_float32(rows)
@@ -122,30 +138,37 @@ def test_rows_of_sixteen_bits_when_nothing_is_below_a_128th_then_not_rounded(isa
     assert same_bits(linear(x, torch.float32), x.float() * (127 * scale))
 
 
+@pytest.mark.parametrize("scheme", [INT8, INT4, replace(INT4, group=192)], ids=str)
 @pytest.mark.parametrize("depth", [64, 100, 640, 2048])
-def test_rows_of_two_bytes_when_multiplied_by_tiles_or_vectors_then_same_bits(depth: int) -> None:
+def test_rows_of_two_bytes_when_multiplied_by_tiles_or_vectors_then_same_bits(depth: int, scheme: WeightScheme) -> None:
     """A sum of whole numbers has no order: the same on every instruction set that multiplies bytes."""
     torch.manual_seed(depth)
     weight, bias, x = torch.randn(85, depth).bfloat16(), torch.randn(85), torch.randn(600, depth).bfloat16()
     x[5] *= torch.logspace(-5, 5, depth).bfloat16()[torch.randperm(depth)]
     x[7, 3], x[8], x[9], x[10] = 1e5, 0.0, 1e-19, 1e-40
-    linears = [CpuBackend(isa).pack_linear(weight, bias, INT8) for isa in ISAS if isa in TWIN_ROWS]
+    linears = [CpuBackend(isa).pack_linear(weight, bias, scheme) for isa in ISAS if isa in TWIN_ROWS]
     results = [linear(x) for linear in linears]
     assert all(same_bits(result, results[0]) for result in results)
     for linear, result in zip(linears, results, strict=True):
         for row in (0, 5, 7, 8, 9, 10, 255, 256, 599):
             assert same_bits(linear(x[row : row + 1])[0], result[row]), row
+        for rows in (2, 3, 4, 5, 9, 17):
+            assert same_bits(linear(x[:rows]), result[:rows]), rows
 
 
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("isa", ISAS)
-def test_as_many_columns_as_sums_have_room_for_when_all_numbers_are_large_then_not_one_overflows(isa: str) -> None:
+def test_as_many_columns_as_sums_have_room_for_when_all_numbers_are_large_then_not_one_overflows(
+    isa: str, scheme: WeightScheme
+) -> None:
     depth = 1 << 16
     weight = torch.ones(32, depth)
     weight[1::2] = -1.0
     for largest in (1.015625, 1.984375, 1.9921875):  # lower bytes of -128; the largest upper ones; both together
-        linear = CpuBackend(isa).pack_linear(weight.bfloat16(), None, INT8)
+        linear = CpuBackend(isa).pack_linear(weight.bfloat16(), None, scheme)
         result = linear(torch.full((9, depth), largest).bfloat16(), torch.float32)
-        exact = largest * depth * weight[:, 0] * (127 * quantize(weight[:1], INT8)[1].float().item())
+        integers, scales = quantize(weight[:1], scheme)
+        exact = largest * depth * weight[:, 0] * (integers[0, 0] * scales[0, 0].float())
         torch.testing.assert_close(result, exact.expand(9, 32), rtol=2e-4, atol=0.0)  # a chain of sums errs, too
 
 
@@ -192,10 +215,7 @@ def test_weights_when_quantised_then_as_the_definition_says(isa: str, scheme: We
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_integer_when_packed_then_it_comes_back(isa: str, scheme: WeightScheme) -> None:
     """Multiples of a power of two, the largest among them in every group: nothing is left to round."""
-    generator = torch.Generator().manual_seed(0)
-    integers = torch.randint(scheme.lowest, scheme.highest + 1, (40, 3 * scheme.columns(256)), generator=generator)
-    integers[:, :: scheme.columns(256)] = scheme.lowest
-    weight = integers * torch.tensor([0.5, -2.0]).repeat(20).unsqueeze(1)
+    weight = multiples(40, 3 * scheme.columns(256), scheme) * torch.tensor([0.5, -2.0]).repeat(20).unsqueeze(1)
     for dtype in DTYPES:
         assert same_bits(weights_of(CpuBackend(isa), weight.to(dtype), scheme), weight)
 
@@ -256,10 +276,8 @@ def test_a_weight_that_is_not_finite_when_quantised_then_its_row_of_results_says
 def test_reference_backend_and_torch_without_kernels_when_multiplied_then_as_the_native_layer(
     scheme: WeightScheme, dtype: torch.dtype
 ) -> None:
-    generator = torch.Generator().manual_seed(1)
-    integers = torch.randint(scheme.lowest, scheme.highest + 1, (30, 70), generator=generator)
-    integers[:, :: scheme.columns(70)] = scheme.lowest
-    weight, bias, x = (integers / 64).to(dtype), torch.randn(30).to(dtype), torch.randn(5, 70).to(dtype)
+    weight = (multiples(30, 70, scheme) / 64).to(dtype)
+    bias, x = torch.randn(30).to(dtype), torch.randn(5, 70).to(dtype)
     expected = CpuBackend().pack_linear(weight, bias, scheme)(x)
     for backend in (ReferenceBackend(), CpuBackend("no such instruction set")):
         linear = backend.pack_linear(weight, bias, scheme)
@@ -271,7 +289,7 @@ def test_packed_layer_when_original_is_overwritten_then_unchanged_and_small() ->
     weight, bias, x = torch.randn(200, 256).bfloat16(), torch.randn(200), torch.randn(3, 256).bfloat16()
     for scheme, nbytes in (
         (INT8, 208 * 256 + 208 * 2),
-        (INT4, 208 * 128 + 208 * (256 // INT4.group) * 2),
+        (INT4, 208 * 128 + 208 * (256 // INT4.group + 1) * 2),
     ):
         linear = CpuBackend().pack_linear(weight, bias, scheme)
         assert isinstance(linear, QuantizedLinear)
