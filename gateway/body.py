@@ -136,7 +136,7 @@ def _parse(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"The request body has more than {limits}.", "invalid_json")
     try:
         data = _decode(body.decode("utf-8"))
-        if _HALF.search(body) is not None:
+        if b"\\u" in body and _HALF.search(body) is not None:
             json.dumps(data, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair is no text
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         raise ApiError(400, "The request body is not valid JSON in UTF-8.", "invalid_json") from None

@@ -99,26 +99,21 @@ class KVCacheManager:
             prefix = prefix.parent if isinstance(prefix, Entry) else prefix
         child.prefix = prefix
 
-    def blocks_to_grow(self, table: BlockTable, first: int, num_tokens: int) -> int:
-        """Free blocks that `grow` with the same arguments will take."""
-        missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
-        return missing + len(self._shared_from(table, first))
-
-    def grow(self, table: BlockTable, first: int, num_tokens: int) -> Growth | None:
+    def grow(self, table: BlockTable, first: int, num_tokens: int, *, spare: int = 0) -> Growth | None:
         """Make room for `num_tokens` tokens of which those from index `first` on will be written.
 
         Shared blocks in the written range are replaced by copies. None, and nothing changed, if the free
-        blocks do not suffice.
+        blocks do not suffice, or fewer than `spare` would be left.
         """
-        if self.blocks_to_grow(table, first, num_tokens) > self.pool.num_free:
+        shared, missing = self._shared_from(table, first), max(0, self.blocks_for(num_tokens) - len(table.blocks))
+        if missing + len(shared) + spare > self.pool.num_free:
             return None
         copies = []
-        for i in self._shared_from(table, first):
+        for i in shared:
             copy = self._take()
             copies.append((table.blocks[i], copy))
             self.pool.release([table.blocks[i]])
             table.blocks[i] = copy
-        missing = self.blocks_for(num_tokens) - len(table.blocks)
         new_blocks = [self._take() for _ in range(missing)]
         table.blocks.extend(new_blocks)
         return Growth(new_blocks, copies)

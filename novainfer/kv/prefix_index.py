@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from operator import attrgetter
 
@@ -16,6 +17,7 @@ from novainfer.protocol.columns import Column, column, column_from
 from novainfer.protocol.step import IndexedBlock
 
 
+@lru_cache(maxsize=1024)
 def root_key(*salts: str) -> bytes:
     """Start of the chains of one salt (tenant, client's salt): 32 bytes."""
     digest = sha256(b"novainfer")

@@ -143,9 +143,10 @@ def record_decoder(record: type) -> Decoder:
     kinds = [_wire_kind(hints[name]) for name in names]
     scalars = [hints[name] if hints[name] in _SCALARS else _Never for name in names]
     mixed = [i for i, kind in enumerate(kinds) if kind is _Never]
-    # Of a list or map that is empty there is nothing to decode, whatever it holds; nor of what may be None, and is.
+    # Of a list or map that is empty there is nothing to decode, whatever it holds; nor of what may be None, and is. A
+    # tuple that is empty is the same one always.
     inner = [
-        (i, decoders[i], get_origin(hints[name]) in (list, dict), kinds[i] is _Never)
+        (i, decoders[i], get_origin(hints[name]) in (list, dict), kinds[i] is _Never, get_origin(hints[name]) is tuple)
         for i, name in enumerate(names)
         if hints[name] not in _SCALARS
     ]
@@ -162,9 +163,11 @@ def record_decoder(record: type) -> Decoder:
                 found[i] = _Never
         if found == kinds:
             values = wire.copy()
-            for i, decoder, may_be_empty, may_be_none in inner:
+            for i, decoder, may_be_empty, may_be_none, is_tuple in inner:
                 value = values[i]
-                if value or not (may_be_none if value is None else may_be_empty):
+                if is_tuple and not value:
+                    values[i] = ()
+                elif value or not (may_be_none if value is None else may_be_empty):
                     values[i] = decoder(value)
         else:  # a shorter record ends the zip early
             values = [
@@ -248,13 +251,14 @@ def _sequence_decoder(annotation: Any, where: str) -> Decoder:
         raise TypeError(f"{where}: only `tuple[X, ...]` can travel")
     item_type = args[0]
     inner = _value_decoder(item_type, where)
+    is_plain, only = item_type in (int, str, bytes), frozenset((item_type,))
 
     def decode(value: Any) -> Any:
         if type(value) is not list:
             raise ProtocolError(f"{where}: not an array")
-        if item_type is int:  # long token id lists: one pass in C
-            if set(map(type, value)) - {int}:
-                raise ProtocolError(f"{where}: not an array of integers")
+        if is_plain:  # long token id lists: one pass in C
+            if not only.issuperset(map(type, value)):
+                raise ProtocolError(f"{where}: not an array of {item_type.__name__}")
             return value if make is list else tuple(value)
         return make(inner(item) for item in value)
 

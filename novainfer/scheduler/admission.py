@@ -14,7 +14,8 @@ MOST_STEP_BYTES = 32 * 1024 * 1024  # of embeddings: half of the largest message
 
 def check_request(message: AddRequest, info: ExecutorInfo) -> None:
     """Raise `InvalidRequestError` unless the request can be run to its end by this engine."""
-    if not all(0 < len(name) <= MAX_ID_LENGTH for name in (message.request_id, *message.aliases)):
+    lengths = [*map(len, (message.request_id, *message.aliases))]
+    if min(lengths) == 0 or max(lengths) > MAX_ID_LENGTH:
         raise InvalidRequestError(f"request ids have 1 to {MAX_ID_LENGTH} characters")
     params = message.params
     validate(params, vocab_size=info.vocab_size)
@@ -44,8 +45,10 @@ def check_request(message: AddRequest, info: ExecutorInfo) -> None:
             param="prompt" if message.embed else "max_tokens",
             code="context_length_exceeded",
         )
-    _check_emitted(message, info.vocab_size)
-    _check_early_choice(message, info.vocab_size)
+    if message.emitted:
+        _check_emitted(message, info.vocab_size)
+    if params.min_tokens > 0:
+        _check_early_choice(message, info.vocab_size)
 
 
 def _check_embedding(message: AddRequest, info: ExecutorInfo) -> None:
@@ -59,7 +62,7 @@ def _check_embedding(message: AddRequest, info: ExecutorInfo) -> None:
 def _check_early_choice(message: AddRequest, vocab_size: int) -> None:
     """Before min_tokens no token that would end the choice is sampled: some other must be left."""
     params = message.params
-    if params.min_tokens > 0 and params.allowed_token_ids is None:
+    if params.allowed_token_ids is None:
         eos = () if params.ignore_eos else message.eos_token_ids
         if len({*params.banned_token_ids, *params.stop_token_ids, *eos}) >= vocab_size:
             raise InvalidRequestError("Until min_tokens no token is left to choose.", param="min_tokens")

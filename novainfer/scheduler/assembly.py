@@ -260,7 +260,7 @@ class StepAssembly:
                 found.setdefault(s.tenant, []).append(s)
         for name in sorted(found, key=lambda name: (self._shares.of(name).served, found[name][0].age)):
             for sequence in found[name]:
-                room = self._chunk_room(name)
+                room = self._chunk_room(name, self._room_for_all())
                 if room <= 0:
                     break
                 self._add_chunk(sequence, min(sequence.num_tokens - sequence.num_computed_tokens, room))
@@ -279,14 +279,16 @@ class StepAssembly:
             sequence = self._waiting.peek(passing)
             if sequence is None or sequence in self._isolation:
                 return ""  # a suspect runs alone, and nobody takes the room it waits for
-            if self._room_for_all() <= 0:
+            room_for_all = self._room_for_all()
+            if room_for_all <= 0:
                 return WAITED_TOKENS
-            if why := self._why_not(sequence):
+            room = self._chunk_room(sequence.tenant, room_for_all)
+            if why := self._why_not(sequence, room):
                 passing[sequence.tenant] = why
             elif self._placement.start(sequence, self.batch):
                 self._waiting.take(sequence)
                 left = len(sequence.token_ids) - sequence.num_computed_tokens
-                self._add_chunk(sequence, min(left, self._chunk_room(sequence.tenant)))
+                self._add_chunk(sequence, min(left, room))
                 for passed in lacking:
                     passed.num_passed += 1
             else:
@@ -296,15 +298,15 @@ class StepAssembly:
                 return WAITED_BLOCKS
         return WAITED_TOKENS if self._rows.num_free else WAITED_ROWS
 
-    def _why_not(self, sequence: Sequence) -> str:
-        """What it must wait for, of tokens, rows and grammars; "" if it may start.
+    def _why_not(self, sequence: Sequence, room: int) -> str:
+        """What it must wait for, of tokens, rows and grammars; "" if it may start. room: see `_chunk_room`.
 
         A preempted sequence may still have tokens in flight: its row is made from known tokens only.
         """
         if sequence.num_pending:
             return WAITED_BLOCKS  # it lost them a moment ago, and others of its tenant wait behind it
         tenant = self._shares.of(sequence.tenant)
-        if self._chunk_room(sequence.tenant) <= 0:
+        if room <= 0:
             return WAITED_SHARE
         if self._rows.num_free <= self._shares.rows_kept_free(tenant, self._rows.num_rows):
             return WAITED_SHARE
@@ -334,15 +336,15 @@ class StepAssembly:
         whole = round((count + most) / _BLOCK_TOKENS) * _BLOCK_TOKENS - count
         return whole if 0 < whole <= self._max_tokens else int(most)
 
-    def _chunk_room(self, name: str) -> int:
-        """Prompt tokens that the tenant may still have in this step."""
+    def _chunk_room(self, name: str, room_for_all: int) -> int:
+        """Prompt tokens that the tenant may still have in this step, of those that anybody may."""
         if name in self._yielding:
             return 0
         part = 1.0
         if self._shares.num_present > 1:
             part = max(self._shares.share(self._shares.of(name)) * _CROWDED_PART, _SMALLEST_PART)
         limit = max(int(part * self._max_tokens), 1)
-        return min(limit - self._chunk_tokens.get(name, 0), self._room_for_all())
+        return min(limit - self._chunk_tokens.get(name, 0), room_for_all)
 
     def _room_for_all(self) -> int:
         """Prompt tokens that may still be in this step, whoever has them: not many beside decodes.

@@ -189,6 +189,8 @@ class PlainTokens:
         """All but those at some places."""
         if not places:
             return self
+        if len(places) == len(self.refs):
+            return PlainTokens(base=self.base)
         if len(places) > _FEW:
             return self.at([i for i in range(len(self.refs)) if i not in places])
         rest = PlainTokens(self.sequences[:], self.refs[:], self.offsets[:], self.token_ids[:], self.base)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from novainfer.errors import EngineError
 from novainfer.scheduler.batch import StepBatch, new_row
 from novainfer.scheduler.fairness import FairShares
 from novainfer.scheduler.queue import WaitingQueue
@@ -35,12 +34,10 @@ class Placement:
         kv = self.rows.kv
         computed = self._share_prefix(sequence)
         table, num_tokens = sequence.table, len(sequence.token_ids)
-        if kv.blocks_to_grow(table, computed, num_tokens) + self._reserve > kv.pool.num_free:
+        growth = kv.grow(table, computed, num_tokens, spare=self._reserve)
+        if growth is None:
             kv.release(table)
             return False
-        growth = kv.grow(table, computed, num_tokens)
-        if growth is None:
-            raise EngineError("the KV pool lost blocks between counting and taking them")
         batch.copies.extend(growth.copies)
         sequence.num_computed_tokens = sequence.num_confirmed_tokens = computed
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, computed)
@@ -101,8 +98,7 @@ class Placement:
         have = len(table.blocks) * rows.info.block_size
         end = sequence.num_computed_tokens + sequence.num_ahead + 1 + wanted
         if end > have:
-            needed = rows.kv.blocks_to_grow(table, have, end)
-            growth = rows.kv.grow(table, have, end) if needed + self._reserve <= rows.kv.pool.num_free else None
+            growth = rows.kv.grow(table, have, end, spare=self._reserve)
             if growth is None:
                 return wanted - (end - have)
             batch.add_blocks([sequence.row] * len(growth.new_blocks), growth.new_blocks)

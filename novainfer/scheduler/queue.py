@@ -71,7 +71,8 @@ class WaitingQueue:
 
     def peek(self, passing: Collection[str] = ()) -> Sequence | None:
         """Who is next, tenants in `passing` aside; None if nobody waits."""
-        return min(self._heads(passing), key=self._rank, default=None)
+        heads = self._heads(passing)
+        return min(heads, key=self._rank) if len(heads) > 1 else next(iter(heads), None)
 
     def heads(self, passing: Collection[str] = ()) -> list[Sequence]:
         """The first of each tenant, the tenant that got least before the others; equal ones by arrival."""

@@ -199,7 +199,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finished for sequence in self.sequences)
+        return False not in [sequence.finished for sequence in self.sequences]
 
     def part_from_choices(self) -> None:
         """Its choices have all ended: now they know a copy that does not know them, while who keeps the request still
@@ -228,7 +228,7 @@ def make_request(message: AddRequest, arrival: int, now: float, *, may_draft: bo
             Sequence(
                 request=request,
                 choice=choice,
-                token_ids=prompt + column(emitted),
+                token_ids=prompt + column(emitted) if emitted else prompt[:],
                 # The prompt's log-probabilities are the same for every choice: computed once, with choice 0.
                 params=params if choice == 0 else replace(params, prompt_logprobs=None),
                 table=BlockTable(root, use_cache),
