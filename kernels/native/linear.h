@@ -91,6 +91,21 @@ void sweep_rows(const Tile& tile, long begin, long end) {
     sweep<1>(tile, row, rows, begin, end);
 }
 
+template <class Tile, int N>
+struct OneStream : Tile {
+    static constexpr int kStreamPanels = N;
+};
+
+// Few rows over panels that lie N by N as one stream, of which each thread reads its part from end to end: so what is asked for ahead is
+// what it takes next.
+template <int N, class Tile>
+void run_stream(const Tile& tile, long panels, double work, long threads) {
+    const OneStream<Tile, N> stream{tile};
+    parallel_shares(ceil_div(panels, kGroupPanels), work, threads, [&](Shares& shares) {
+        for (long i; (i = shares.take()) >= 0;) sweep_rows(stream, i * kGroupPanels, smaller(panels, (i + 1) * kGroupPanels));
+    });
+}
+
 // Where a tile's results go.
 template <class T>
 struct Output {

@@ -138,6 +138,7 @@ struct QuantizedTile {
     static constexpr bool kAsksForNext = kWidth == 16 && kManyRows<typename Format::X> == 1;
     // So many go block after block. One or two beyond a block take longer as half a block, where integers are widened for it.
     static constexpr long kLeastMany = kBlockRows + (sizeof(typename Format::X) == 1 ? 1 : 3);
+    static constexpr bool kIsOneStream = !kAsksByItself && sizeof(typename Format::X) == 1;  // is read by few rows, where hints bring it
     static constexpr int kStreamPanels = kGroupPanels;  // of which one stream could not keep the multipliers busy
     // Integers that are widened first, and above all into half registers, leave the processor less room to look ahead.
     template <int M>
@@ -341,6 +342,7 @@ void run_tile(const Tile& tile, const LinearArguments& layer, long threads) {
     const double work = (double)tile.operands.rows * layer.n * layer.k;
     if constexpr (Tile::kAsksForNext) {
         if (tile.operands.rows >= Tile::kLeastMany) return run_many(tile, layer, threads);
+        if (Tile::kIsOneStream && tile.operands.rows < kSplitRows) return run_stream<kRecordPanels>(tile, panels, work, threads);
     }
     parallel_ranges(ceil_div(panels, kGroupPanels), 1, work, threads, [&](long begin, long end) {
         tile.run(begin * kGroupPanels, smaller(panels, end * kGroupPanels));
