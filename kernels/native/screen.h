@@ -270,7 +270,7 @@ int64_t screen(const ScreenArguments& args, const SampleArguments& rows, const T
     for (long i = 0; i < larger(1, threads) * m; i++) tops.lowest[i] = splat(-kInfinity);
     uint64_t* wanting = wanted_memory.get<uint64_t>(num_pairs);
     memset(wanting, 0, num_pairs * sizeof(uint64_t));
-    const bool has_tops = num_integers == m && all_greedy(rows) && tops_of_products(args.rough, integers, tops, threads);
+    const bool has_tops = all_greedy(rows) && tops_of_products(args.rough, integers, num_integers, tops, threads);
     float* rough = has_tops ? nullptr : rough_memory.get<float>(num_integers * n);
     const Screen<T> screen{args, rows, x, x_stride, rough, norms, {wanting}};
     if (!has_tops) {

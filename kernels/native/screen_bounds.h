@@ -106,11 +106,15 @@ struct TopBounds {
     Vec* lowest;         // [threads][rows]: of what a thread has met, lane by lane, below the largest
     long num_rows, first_row = 0;
 
-    // As Output, from which it takes the place: rough logits of rows [row, row + count) over the panels of a pair.
+    // As Output, from which it takes the place: rough logits of rows [row, row + count) over the panels of pairs.
     template <int N>
     INLINE void write_all(long row, const long (&panels)[N], const float* rough, long count) const {
-        if (N != 2) abort();  // the layer has whole pairs
-        note(first_row + row, panels[0] / 2, rough, count);
+        if (N % 2 != 0) abort();  // the layer has whole pairs
+        for (int n = 0; n < N; n += 2) {
+            alignas(64) float values[kBlockRows * kPairColumns];
+            for (long m = 0; N > 2 && m < count; m++) memcpy(values + m * kPairColumns, rough + (m * N + n) * kLanes, kPairColumns * sizeof(float));
+            note(first_row + row, panels[n] / 2, N > 2 ? values : rough, count);
+        }
     }
 
     // The same of a pair's sums [count][2][16], as TileOutput has it.
@@ -135,14 +139,34 @@ struct TopBounds {
     }
 };
 
+// The bounds of few rows from the products of all of them and of their second rows, which are one block.
+struct JoinedTops {
+    const TopBounds& tops;
+
+    template <int N>
+    INLINE void write_all(long, const long (&panels)[N], float* rough, long count) const {
+        const long rows = tops.num_rows;
+        if (count != 2 * rows) abort();
+        for (long i = 0; i < rows * N * kLanes; i += kLanes) store(rough + i, load(rough + i) + load(rough + rows * N * kLanes + i));
+        tops.write_all<N>(0, panels, rough, rows);
+    }
+};
+
 // The bounds of many rows from their products as these are made, which are written nowhere. False where there is no kernel for that.
-INLINE bool tops_of_products(const QuantizedArguments& rough, const RoundedRows<RoundedPanel>& rows, const TopBounds& tops, long threads) {
+INLINE bool tops_of_products(const QuantizedArguments& rough, const RoundedRows<RoundedPanel>& rows, long num_integers, const TopBounds& tops,
+                              long threads) {
 #if defined(__AVX512VNNI__)
     const auto output_at = [&](long first) {
         TopBounds output = tops;
         output.first_row = first;
         return output;
     };
+    if (num_integers == 2 * tops.num_rows && num_integers <= kBlockRows / 2) {
+        const auto joined = [&](long) { return JoinedTops{tops}; };
+        for_rounded_tiles(rough, rows, num_integers, threads, joined, [&](const auto& tile) { run_tile(tile, rough.layer, threads); });
+        return true;
+    }
+    if (num_integers > tops.num_rows) return false;
 #if defined(NOVA_TILES)
     if (tiled_rounded(rough, rows, tops.num_rows, threads, output_at)) return true;
 #endif
