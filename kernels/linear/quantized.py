@@ -19,6 +19,7 @@ from kernels.weights import Deferred, made
 _CHUNK_BYTES = 64  # as in native/integers.h
 _SCALE_BYTES = 2
 _TWIN_COLUMNS = 1 << 16  # whose products of bytes are below 2^31 together
+_FACTOR_GROUP = 255  # columns whose bytes add up to 16 bits
 
 
 class QuantizedArguments(ctypes.Structure):
@@ -157,5 +158,5 @@ def _row_bits(scheme: WeightScheme, columns: int) -> int:
     """16 leaves bf16 activations as they are but for the last bits of small ones: native/twin_rows.h."""
     if scheme.rounds_rows:
         return 8
-    has_one_scale = scheme.bits == 4 or scheme.columns(columns) >= columns
+    has_one_scale = scheme.group <= _FACTOR_GROUP if scheme.bits == 4 else scheme.columns(columns) >= columns
     return 16 if has_one_scale and columns <= _TWIN_COLUMNS else 0

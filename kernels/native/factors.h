@@ -18,19 +18,24 @@ INLINE void ask_for_factors(const uint8_t* chunk) {
     __builtin_prefetch(chunk + kBothCaches.near, 0, 3);
 }
 
-// Calls widened(group, panel, step, its chunk's integers) of P panels side by side, for each of their chunks.
-template <int P, class Body>
-INLINE void for_each_chunk(const Records<FactorPanel>& records, const uint8_t* packed, long panel, const Body& body) {
+// Of P panels side by side: calls begin(group, [P] words of their factors) for each group, then body(k, [P] products) for each of its chunks.
+template <int P, class Begin, class Body>
+INLINE void for_each_chunk(const Records<FactorPanel>& records, const uint8_t* packed, long panel, const Begin& begin, const Body& body) {
     const uint8_t *factors = packed + records.scales_at(panel), *chunks = packed + records.chunks_at(panel);
     for (long group = 0, k = 0; group < records.groups; group++) {
         FactorPanel::Group groups[P];
-        UNROLL for (int p = 0; p < P; p++) groups[p] = FactorPanel::group_at(factors + p * kScaleBytes);
+        __m512i words[P];
+        UNROLL for (int p = 0; p < P; p++) {
+            words[p] = FactorPanel::words_at(factors + p * kScaleBytes);
+            groups[p] = FactorPanel::group_of(words[p]);
+        }
+        begin(group, words);
         const uint8_t* chunk = chunks;
         for (const long end = k + records.count(group); k < end; k += FactorPanel::kPack, chunk += P * kChunkBytes) {
             __m512i bytes[P][FactorPanel::kSteps];
             UNROLL for (int p = 0; p < P; p++) {
                 ask_for_factors(chunk + p * kChunkBytes);
-                FactorPanel::widen(chunk + p * kChunkBytes, groups[p], bytes[p]);
+                FactorPanel::multiply(chunk + p * kChunkBytes, groups[p], bytes[p]);
             }
             body(k, bytes);
         }
@@ -47,20 +52,15 @@ struct FactorTile {
     const Operands<int8_t>& operands;
     const Out& output;
     const RoundedRows<RoundedPanel>& rows;
+    const int32_t* group_sums = nullptr;  // [rows][groups] of bytes, where there are no more than kFactorRows rows
 
-    void run(long threads) const {
+    void run(long threads) {
+        if (operands.rows <= kFactorRows) add_up_groups();
         const double work = (double)operands.rows * args.layer.n * args.layer.k;
-        if (operands.rows > kFactorRows) {
-            return parallel_shares(ceil_div(records.panels, kRecordPanels), work, threads, [&](Shares& shares) {
-                for (long i; (i = shares.take()) >= 0;) {
-                    const long panel = i * kRecordPanels;
-                    records.width(panel) == kRecordPanels ? widen_once<kRecordPanels>(panel) : widen_once<1>(panel);
-                }
-            });
-        }
-        parallel_ranges(ceil_div(records.panels, kRecordPanels), 1, work, threads, [&](long begin, long end) {
-            for (long panel = begin * kRecordPanels; panel < smaller(records.panels, end * kRecordPanels); panel += kRecordPanels) {
-                records.width(panel) == kRecordPanels ? few_rows<kRecordPanels>(panel) : few_rows<1>(panel);
+        parallel_shares(ceil_div(records.panels, kRecordPanels), work, threads, [&](Shares& shares) {
+            for (long i; (i = shares.take()) >= 0;) {
+                const long panel = i * kRecordPanels;
+                records.width(panel) == kRecordPanels ? all_rows<kRecordPanels>(panel) : all_rows<1>(panel);
             }
         });
     }
@@ -68,8 +68,26 @@ struct FactorTile {
   private:
     INLINE const uint8_t* packed() const { return (const uint8_t*)args.layer.packed; }
 
+    void add_up_groups() {
+        static thread_local Scratch scratch;
+        int32_t* sums = scratch.get<int32_t>(kFactorRows * records.groups);
+        group_sums = sums;
+        for (long row = 0; row < operands.rows; row++) {
+            for (long group = 0; group < records.groups; group++) {
+                const int8_t* x = operands.below.at(row, group * records.group);
+                __m512i sum = _mm512_setzero_si512();
+                for (long left = records.count(group); left > 0; left -= kChunkBytes, x += kChunkBytes) {
+                    const __m512i bytes = _mm512_maskz_loadu_epi8(left < kChunkBytes ? (1ull << left) - 1 : ~0ull, x);
+                    sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), bytes);
+                }
+                *sums++ = _mm512_reduce_add_epi32(sum);
+            }
+        }
+    }
+
     template <int P>
-    INLINE void few_rows(long panel) const {
+    INLINE void all_rows(long panel) const {
+        if (operands.rows > kFactorRows) return widen_once<P>(panel);
         if (operands.rows <= 2) return multiply<2, P>(panel);
         operands.rows <= 4 ? multiply<4, P>(panel) : multiply<8, P>(panel);
     }
@@ -80,7 +98,15 @@ struct FactorTile {
         constexpr int kSums = M <= 2 ? FactorPanel::kSteps : 1;
         const auto from = operands.template block<M>(0);
         __m512i sums[kSums][M][P] = {};
-        for_each_chunk<P>(records, packed(), panel, [&](long k, const __m512i (&bytes)[P][FactorPanel::kSteps]) __attribute__((always_inline)) {
+        const auto begin = [&](long group, const __m512i (&words)[P]) __attribute__((always_inline)) {
+            UNROLL for (int m = 0; m < M; m++) {
+                const __m512i sum = _mm512_set1_epi32((uint16_t)group_sums[smaller(m, operands.rows - 1) * records.groups + group]);
+                UNROLL for (int p = 0; p < P; p++) {
+                    asm("vpdpwssd %2, %1, %0" : "+v"(sums[0][m][p]) : "v"(FactorPanel::centers_of(words[p])), "v"(sum));
+                }
+            }
+        };
+        for_each_chunk<P>(records, packed(), panel, begin, [&](long k, const __m512i (&bytes)[P][FactorPanel::kSteps]) __attribute__((always_inline)) {
             UNROLL for (int i = 0; i < FactorPanel::kSteps; i++) {
                 UNROLL for (int m = 0; m < M; m++) {
                     int32_t word;
@@ -99,7 +125,7 @@ struct FactorTile {
             panels[p] = panel + p;
             for (long m = 0; m < operands.rows; m++) {
                 const RoundedPanel::Sum sum{kSums == 2 ? _mm512_add_epi32(sums[0][m][p], sums[kSums - 1][m][p]) : sums[0][m][p]};
-                const Vec value = RoundedPanel::sum_of(sum, rows.excess(m, 0)) * splat(rows.scale(m, 0));
+                const Vec value = RoundedPanel::sum_of(sum, 0) * splat(rows.scale(m, 0));
                 store(values + (m * P + p) * kLanes, fma(scale, value, zero()));
             }
         }
@@ -130,16 +156,29 @@ struct FactorTile {
         uint8_t* to = scratch.get<uint8_t>(P * (kScaleBytes + bytes.group * kLanes));
         bytes.layer.packed = to;
         memcpy(to, packed() + records.own_scales_at(panel), P * kScaleBytes);
-        for_each_chunk<P>(records, packed(), panel, [&](long k, const __m512i (&integers)[P][FactorPanel::kSteps]) __attribute__((always_inline)) {
+        __m512i offsets[P];
+        const auto begin = [&](long, const __m512i (&words)[P]) __attribute__((always_inline)) {
+            UNROLL for (int p = 0; p < P; p++) offsets[p] = FactorPanel::offsets_of(words[p]);
+        };
+        for_each_chunk<P>(records, packed(), panel, begin, [&](long k, const __m512i (&products)[P][FactorPanel::kSteps]) __attribute__((always_inline)) {
             uint8_t* chunks = to + P * (kScaleBytes + k * kLanes);
             UNROLL for (int i = 0; i < FactorPanel::kSteps; i++) {
-                UNROLL for (int p = 0; p < P; p++) _mm512_storeu_si512(chunks + (i * P + p) * kChunkBytes, integers[p][i]);
+                UNROLL for (int p = 0; p < P; p++) {
+                    _mm512_storeu_si512(chunks + (i * P + p) * kChunkBytes, _mm512_add_epi8(products[p][i], offsets[p]));
+                }
             }
         });
         const Records<RoundedPanel> pair(bytes);
         QuantizedTile<Moved, RoundedPanel, ScaledRows<RoundedPanel>>{pair, to, operands, {output, panel}, false, {rows, 0}}.run_record(0, -1);
     }
 };
+
+template <class Out>
+void multiply_factors(const QuantizedArguments& args, const Operands<int8_t>& operands, const Out& output, const RoundedRows<RoundedPanel>& rows,
+                      long threads) {
+    const Records<FactorPanel> records(args);
+    FactorTile<Out>{args, records, operands, output, rows}.run(threads);
+}
 
 }  // namespace
 

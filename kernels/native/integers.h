@@ -246,22 +246,32 @@ struct FactorPanel {  // [16] words; byte i has integer i of a column in its low
         factors[2 * column + 1] = (uint8_t)(RoundedPanel::kExcess - (is_negative ? 7 : 8) * factor);
     }
 
+    // In 16 bits, for integers in the lower halves of bytes and in the upper ones.
     struct Group {
-        __m512i factors, offsets;  // of 16 bits, and of 8
+        __m512i factors[kSteps];
     };
-    static INLINE Group group_at(const uint8_t* factors) {
-        const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)factors));
-        return {_mm512_shuffle_epi8(words, _mm512_set4_epi32((int)0x800c800c, (int)0x80088008, (int)0x80048004, (int)0x80008000)),
-                _mm512_shuffle_epi8(words, _mm512_set4_epi32(0x0d0d0d0d, 0x09090909, 0x05050505, 0x01010101))};
+    static INLINE __m512i words_at(const uint8_t* factors) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)factors)); }
+    static INLINE Group group_of(const __m512i& words) {
+        const __m512i bytes = _mm512_set4_epi32((int)0x800c800c, (int)0x80088008, (int)0x80048004, (int)0x80008000);
+        const __m512i factors = _mm512_shuffle_epi8(words, bytes);
+        return {factors, _mm512_slli_epi16(factors, 12)};
     }
 
-    // Two of RoundedPanel's chunks: a product of 15 and 15 never reaches the byte beside it.
-    static INLINE void widen(const uint8_t* chunk, const Group& group, __m512i (&bytes)[kSteps]) {
-        const __m512i words = _mm512_loadu_si512(chunk), low = _mm512_set1_epi16(0x0f0f);
-        UNROLL for (int i = 0; i < kSteps; i++) {
-            const __m512i integers = _mm512_and_si512(i == 0 ? words : _mm512_srli_epi16(words, 4), low);
-            bytes[i] = _mm512_add_epi8(_mm512_mullo_epi16(integers, group.factors), group.offsets);
-        }
+    // Products of factors and integers that are 0 to 15, in the places of two of RoundedPanel's chunks. None reaches the byte beside it: of what
+    // is 16 times too large for its place 16 bits are left, which are those above.
+    static INLINE void multiply(const uint8_t* chunk, const Group& group, __m512i (&bytes)[kSteps]) {
+        const __m512i words = _mm512_loadu_si512(chunk);
+        bytes[0] = _mm512_mullo_epi16(_mm512_and_si512(words, _mm512_set1_epi16(0x0f0f)), group.factors[0]);
+        bytes[1] = _mm512_mulhi_epu16(_mm512_and_si512(words, _mm512_set1_epi16((short)0xf0f0)), group.factors[1]);
+    }
+
+    // What makes RoundedPanel's bytes of them.
+    static INLINE __m512i offsets_of(const __m512i& words) {
+        return _mm512_shuffle_epi8(words, _mm512_set4_epi32(0x0d0d0d0d, 0x09090909, 0x05050505, 0x01010101));
+    }
+    // What makes them products of integers that have signs, in 32 bits.
+    static INLINE __m512i centers_of(const __m512i& words) {
+        return _mm512_sub_epi32(_mm512_srli_epi32(words, 8), _mm512_set1_epi32(RoundedPanel::kExcess));
     }
 };
 #endif

@@ -208,7 +208,7 @@ bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<RoundedPane
         const TileRows rows = rows_as_tiles(integers.integers + first * integers.width, integers.width, count, layer.k, scratch, threads);
         const auto output = output_at(first);
         using Out = std::remove_const_t<decltype(output)>;
-        if (records.groups == 1) return TiledWhole<Out, BytePanels>{args, BytePanels(args), rows, count, output, {integers, first}}.run(threads);
+        if (records.groups == 1) return TiledWhole<Out, BytePanels>{args, BytePanels(args, count), rows, count, output, {integers, first}}.run(threads);
         run_panels(TiledQuantized<IntegerPanels, RoundedSums, Out>{args, panels, rows, count, output, {integers, first}}, layer, threads);
     });
     return true;

@@ -112,18 +112,18 @@ struct TiledWhole {
     // All rows over P panels. next: the panel that comes after them, or -1.
     template <int P, class Stream>
     INLINE void sweep(long panel, long next, Stream& stream, Block& it, WholeResults<Out, P>& results) const {
-        const long k = args.layer.k, blocks = num_blocks();
-        for (long begin = 0; begin < k; begin += Panels::kColumns) {
-            const long runs = smaller(Panels::kColumns, k - begin) / kDepth;
+        const long k = args.layer.k, blocks = num_blocks(), columns = panels.columns;
+        for (long begin = 0; begin < k; begin += columns) {
+            const long runs = smaller(columns, k - begin) / kDepth;
             const auto tiles = stream.take(panel, begin, next);
             for (long block = 0; block < blocks; block++) {
-                const long place = k <= Panels::kColumns ? it.turn++ % 2 : it.turn % 2 * blocks + block;
+                const long place = k <= columns ? it.turn++ % 2 : it.turn % 2 * blocks + block;
                 char* sums = it.sums + place * kBlockBytes;
                 multiply(tiles, block, begin, runs, it.registers, sums, stream, results);
-                if (begin + Panels::kColumns >= k) begin_results<P>(panel, block, sums, results);
+                if (begin + columns >= k) begin_results<P>(panel, block, sums, results);
             }
         }
-        if (k > Panels::kColumns) it.turn++;
+        if (k > columns) it.turn++;
     }
 
     // sums (+)= a block of rows times columns [begin, begin + runs * kDepth) of P panels.

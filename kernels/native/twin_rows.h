@@ -261,14 +261,14 @@ INLINE void multiply_twins(const QuantizedArguments& args, const TwinRows& rows,
         const TileRows tiles{(const char*)rows.bytes, rows.place.row, rows.place.line, rows.place.tile};
         using Out = TwinOutput<TileOutput>;
         const Out output{{args.layer, {args.layer, y, 0}, may_pass_by(args.layer, y)}, followed};
-        if (args.bits == 4) return TiledWhole<Out, FactorPanels>{args, FactorPanels(args), tiles, count, output, {rows.rounded, 0}}.run(threads);
-        return TiledWhole<Out, BytePanels>{args, BytePanels(args), tiles, count, output, {rows.rounded, 0}}.run(threads);
+        if (args.bits == 4) return TiledWhole<Out, FactorPanels>{args, FactorPanels(args, count), tiles, count, output, {rows.rounded, 0}}.run(threads);
+        return TiledWhole<Out, BytePanels>{args, BytePanels(args, count), tiles, count, output, {rows.rounded, 0}}.run(threads);
     }
 #endif
     using Out = TwinOutput<Output<Bf16>>;
     const Out output{{args.layer, y, 0}, followed};
     const Operands<int8_t> operands{0, count, nullptr, 0, rows.place.tile / kLanes, {rows.bytes, rows.place.row}};
-    if (args.bits == 4) return FactorTile<Out>{args, Records<FactorPanel>(args), operands, output, rows.rounded}.run(threads);
+    if (args.bits == 4) return multiply_factors(args, operands, output, rows.rounded, threads);
     const Records<RoundedPanel> records(args);
     using Tile = QuantizedTile<Out, RoundedPanel, ScaledRows<RoundedPanel>>;
     run_tile(Tile{records, packed, operands, output, args.half_scales != 0, {rows.rounded, 0}}, args.layer, threads);

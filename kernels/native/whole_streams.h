@@ -10,12 +10,12 @@ namespace {
 
 // Panels of RoundedPanel, all columns in one group.
 struct BytePanels {
-    static constexpr long kColumns = 1024;  // of a pair of panels that stays in the first cache while rows go past it
     static constexpr long kMemory = 0;
     Records<RoundedPanel> records;
     const uint8_t* packed;
+    long columns = 1024;  // of a pair of panels that stays in the first cache while rows go past it
 
-    explicit BytePanels(const QuantizedArguments& args) : records(args), packed((const uint8_t*)args.layer.packed) {}
+    BytePanels(const QuantizedArguments& args, long) : records(args), packed((const uint8_t*)args.layer.packed) {}
 
     INLINE const uint8_t* scales(long panel) const { return packed + records.scales_at(panel); }
 
@@ -24,7 +24,7 @@ struct BytePanels {
       public:
         INLINE Stream(const BytePanels& panels, long blocks, char*) : panels_(panels), blocks_(blocks), ask_{} {}
 
-        // Columns [begin, begin + kColumns) of P panels; `next` follows on them.
+        // Columns [begin, begin + columns) of P panels; `next` follows on them.
         INLINE TilePanels<P, P * kChunkBytes> take(long panel, long begin, long next) {
             const BytePanels& all = panels_;
             if (begin == 0) ask_ = {(const char*)all.scales(next < 0 ? panel : next), next < 0 ? 0 : ceil_div(P * kTileSide, blocks_)};
@@ -54,14 +54,13 @@ struct BytePanels {
 
 // Panels of FactorPanel, whose groups are whole runs of tiles.
 struct FactorPanels {
-    static constexpr long kColumns = 512;  // that are widened at a time, while those before them are multiplied: the first cache has room for both
-    static constexpr long kMemory = 2 * 2 * kColumns * kLanes;
-    const QuantizedArguments& args;
+    static constexpr long kMostColumns = 512, kMemory = 2 * 2 * kMostColumns * kLanes;
     Records<FactorPanel> records;
     const uint8_t* packed;
+    long columns;  // that are widened at a time, while those before them are multiplied: the first cache has room for both, and for few rows
 
-    explicit FactorPanels(const QuantizedArguments& arguments)
-        : args(arguments), records(arguments), packed((const uint8_t*)arguments.layer.packed) {}
+    FactorPanels(const QuantizedArguments& args, long num_rows)
+        : records(args), packed((const uint8_t*)args.layer.packed), columns(num_rows <= 2 * kPairRows ? kMostColumns / 2 : kMostColumns) {}
 
     INLINE const uint8_t* scales(long panel) const { return packed + records.own_scales_at(panel); }
 
@@ -78,7 +77,7 @@ struct FactorPanels {
             Tiles tiles;
             for (int p = 0; p < P; p++) tiles.at[p] = line(p, 0);
             half_ ^= 1;
-            const long after = begin + kColumns;
+            const long after = begin + panels_.columns;
             after < panels_.records.k ? start(panel, after) : start(next, 0);
             return tiles;
         }
@@ -109,12 +108,12 @@ struct FactorPanels {
         };
 
         INLINE bool is_due() const { return products_ == blocks_ - 1 && done_ < runs_; }
-        INLINE char* line(int p, long run) const { return memory_ + ((half_ * P + p) * kColumns + run * kRun) * kLanes; }
+        INLINE char* line(int p, long run) const { return memory_ + ((half_ * P + p) * kMostColumns + run * kRun) * kLanes; }
 
         INLINE void start(long panel, long begin) {
             panel_ = panel;
             begin_ = begin;
-            runs_ = panel < 0 ? 0 : smaller(kColumns, panels_.records.k - begin) / kRun;
+            runs_ = panel < 0 ? 0 : smaller(panels_.columns, panels_.records.k - begin) / kRun;
             done_ = products_ = 0;
         }
 
@@ -129,13 +128,14 @@ struct FactorPanels {
             const uint8_t* factors = panels_.packed + records.scales_at(panel_) + p * kScaleBytes + record;
             const uint8_t* chunk = panels_.packed + records.chunks_at(panel_) + p * kChunkBytes + record;
             chunk += (k - group * records.group) / FactorPanel::kPack * P * kChunkBytes;
-            const FactorPanel::Group its = FactorPanel::group_at(factors);
+            const __m512i words = FactorPanel::words_at(factors), offsets = FactorPanel::offsets_of(words);
+            const FactorPanel::Group its = FactorPanel::group_of(words);
             char* to = line(p, done_);
             UNROLL for (long i = 0; i < kChunks; i++, chunk += P * kChunkBytes) {
                 __m512i bytes[FactorPanel::kSteps];
                 __builtin_prefetch(chunk + kFarBytes, 0, 3);
-                FactorPanel::widen(chunk, its, bytes);
-                UNROLL for (int j = 0; j < FactorPanel::kSteps; j++, to += kRowBytes) _mm512_storeu_si512(to, bytes[j]);
+                FactorPanel::multiply(chunk, its, bytes);
+                UNROLL for (int j = 0; j < FactorPanel::kSteps; j++, to += kRowBytes) _mm512_storeu_si512(to, _mm512_add_epi8(bytes[j], offsets));
             }
         }
     };
