@@ -123,7 +123,7 @@ class QuantizedLinear(NativeLinear):
         if scheme.rounds_rows and (scheme.bits != 8 or scheme.group % LANES):
             raise ValueError(f"rows cannot be rounded to {scheme.bits} bits in groups of {scheme.group}")
         group = scheme.group or max(-(-k // LANES), 1) * LANES
-        layout = Layout(scheme.bits, group, row_bits=_row_bits(scheme, k), is_measured=is_measured)
+        layout = Layout(scheme.bits, group, row_bits=_row_bits(scheme, k, weight.dtype), is_measured=is_measured)
 
         def pack(arguments: int, squares: int | None) -> None:
             rows = last_dim_contiguous(made(weight).detach())
@@ -154,9 +154,10 @@ class QuantizedLinear(NativeLinear):
         return cls(library, (n, k), dtype, bias, layout, pack)
 
 
-def _row_bits(scheme: WeightScheme, columns: int) -> int:
+def _row_bits(scheme: WeightScheme, columns: int, dtype: torch.dtype) -> int:
     """16 leaves bf16 activations as they are but for the last bits of small ones: native/twin_rows.h."""
     if scheme.rounds_rows:
         return 8
-    has_one_scale = scheme.group <= _FACTOR_GROUP if scheme.bits == 4 else scheme.columns(columns) >= columns
-    return 16 if has_one_scale and columns <= _TWIN_COLUMNS else 0
+    group = scheme.columns(columns)
+    is_apt = group <= _FACTOR_GROUP if scheme.bits == 4 else group >= columns
+    return 16 if is_apt and columns <= _TWIN_COLUMNS and dtype is torch.bfloat16 else 0

@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr long kFactorRows = 8;  // of bytes; so many are multiplied by what is widened in registers
+constexpr long kFactorGroup = 255;  // columns whose bytes add up to 16 bits
+constexpr long kFactorRows = 8;     // of bytes; so many are multiplied by what is widened in registers
 
 // What comes next of the memory that passes by.
 INLINE void ask_for_factors(const uint8_t* chunk) {
@@ -150,8 +151,7 @@ struct FactorTile {
         static thread_local Scratch scratch;
         QuantizedArguments bytes = args;
         bytes.bits = RoundedPanel::kBits;
-        bytes.group = round_up(args.layer.k, FactorPanel::kPack);
-        bytes.layer.k = bytes.group;
+        bytes.group = larger(FactorPanel::kPack, round_up(args.layer.k, FactorPanel::kPack));
         bytes.layer.n = P * kLanes;
         uint8_t* to = scratch.get<uint8_t>(P * (kScaleBytes + bytes.group * kLanes));
         bytes.layer.packed = to;

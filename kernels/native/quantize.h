@@ -53,7 +53,7 @@ struct Quantizer<4> {
     static constexpr double kWork = 2 * kCandidates * kCandidateWork;
 
     static INLINE Vec scale(const float* w, long count, const Vec& largest, const Vec& unit) {
-        const Vec steps = splat(1.0f) / unit, usual = round_integer(absolute(largest) * steps / splat((float)-kLow));
+        const Vec steps = splat(1.0f) / unit, usual = round_integer(absolute(largest) / unit / splat((float)-kLow));
         Vec least = splat(__FLT_MAX__), best = zero();
         for (int candidate = 0; candidate < 2 * kCandidates; candidate++) {
             const Vec positive = clamp(usual + splat((float)(1 - candidate / 2)), 1, kMaxFactor);

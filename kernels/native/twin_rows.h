@@ -321,7 +321,8 @@ INLINE void twin_rows(const QuantizedArguments& args, const Bf16* x, long x_stri
 
 INLINE bool twin_quantized(const QuantizedArguments& args, const Bf16* x, long x_stride, void* y, long m, long threads) {
     if (!has_twins<Bf16>(args)) return false;
-    if (args.layer.k > kTwinColumns || (args.bits == 8 && args.group < args.layer.k)) abort();  // as `quantizing` of kernels.linear.quantized sees to
+    const bool is_apt = args.bits == 8 ? args.group >= args.layer.k : args.group <= kFactorGroup;
+    if (args.layer.k > kTwinColumns || !is_apt) abort();  // as `quantizing` of kernels.linear.quantized sees to
     const long number_bytes = args.layer.out_dtype == args.layer.dtype ? sizeof(Bf16) : sizeof(float);
     const long most = clamp(kTwinBytes / (2 * larger(args.layer.k, 1)) / kLanes * kLanes, kLanes, kTwinRows);
     const long pass = round_up(ceil_div(m, larger(1, ceil_div(m, most))), kLanes);  // all of about the same size
