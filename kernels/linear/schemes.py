@@ -2,11 +2,11 @@
 
 y = bias + sum over the groups in order of scale * (sum over the group's columns of x * integer), in fp32, or what that
 comes to when whole numbers are summed over all groups first (see below). Every scale is a bf16 number (fp16, or bf16,
-where the checkpoint brings integers and scales), so that scale * integer is exact in fp32: a quantised layer has definite
-weights, and rounding them is its only error. (A processor that multiplies integers faster than a row's own numbers may
-take bf16 rows as integers of 16 bits, in steps of 2^-14 of a row's largest number or less. A number of 1/128 of it or
-more is the same then; where a row's smaller ones would lose more than a part in 1,000 of their norm, it is multiplied
-once more with what they lost: see native/twin_rows.h.)
+where the checkpoint brings integers and scales), so that scale * integer is exact in fp32: a quantised layer has
+definite weights, and rounding them is its only error. (A processor that multiplies integers faster than a row's own
+numbers may take bf16 rows as integers of 16 bits, in steps of 2^-14 of a row's largest number or less. A number of
+1/128 of it or more is the same then; where a row's smaller ones would lose more than a part in 1,000 of their norm, it
+is multiplied once more with what they lost: see native/twin_rows.h.)
 
 Of four bits the scales of an output are whole multiples, up to 15, of one number: so all of its weights are that number
 times integers of eight bits, and whole numbers can be summed over all groups before anything is scaled.
