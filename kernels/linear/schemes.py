@@ -8,8 +8,9 @@ numbers may take bf16 rows as integers of 16 bits, in steps of 2^-14 of a row's 
 1/128 of it or more is the same then; where a row's smaller ones would lose more than a part in 1,000 of their norm, it
 is multiplied once more with what they lost: see native/twin_rows.h.)
 
-Of four bits the scales of an output are whole multiples, up to 15, of one number: so all of its weights are that number
-times integers of eight bits, and whole numbers can be summed over all groups before anything is scaled.
+Where weights are rounded to four bits here, the scales of an output are whole multiples, up to 15 and of either sign,
+of one number: so all of its weights are that number times integers of eight bits, and whole numbers can be summed over
+all groups before anything is scaled.
 
 Where rows are rounded too, x is a whole number times a scale of the row's own group: the group's sum is a whole number
 then, which every processor computes exactly, and is multiplied by the row's scale before the weight's.

@@ -151,7 +151,7 @@ void quantize(const QuantizedArguments& args, const T* weight, long row_stride, 
         uint8_t* chunks = (uint8_t*)args.layer.packed + records.chunks_at(panel);
         const long step = records.step_bytes(panel);
         transpose_panel(weight, args.layer.n, records.k, row_stride, panel * kLanes, columns);
-        const Vec unit = unit_of(largest_weight(columns, records.k));
+        const Vec unit = Format::kBits == 4 ? unit_of(largest_weight(columns, records.k)) : zero();
         if (records.kOwn > 0) {
             store((Bf16*)((uint8_t*)args.layer.packed + records.own_scales_at(panel)), unit + not_finite(columns, records.k));
         }
