@@ -202,7 +202,7 @@ class CpuBackend:
         if self._library is None or weight.dtype not in DTYPES:
             if scheme is None:
                 return TorchLinear(made(weight), bias)
-            return DequantizedLinear(TorchLinear, dequantize(*quantize(made(weight), scheme), scheme), bias, scheme)
+            return DequantizedLinear(TorchLinear, dequantize(*quantize(weight, scheme), scheme), bias, scheme)
         if scheme is None:
             return PackedLinear(self._library, weight, bias)
         return QuantizedLinear.quantizing(self._library, weight, bias, scheme)

@@ -146,7 +146,7 @@ class ReferenceBackend:
     ) -> Linear:
         """Keeps the weight as it is, or what quantising makes of it in fp32."""
         if scheme is not None:
-            return DequantizedLinear(ReferenceLinear, dequantize(*quantize(made(weight), scheme), scheme), bias, scheme)
+            return DequantizedLinear(ReferenceLinear, dequantize(*quantize(weight, scheme), scheme), bias, scheme)
         return ReferenceLinear(made(weight), bias)
 
     def pack_head(self, weight: Tensor | Deferred, scheme: WeightScheme | None = None) -> Linear:

@@ -228,7 +228,7 @@ class TritonBackend:
         """The vendor's library where it may choose its order, else ours; so for quantised weights, which it has not."""
         if scheme is None and not self._exact:
             return TorchLinear(made(weight), bias)
-        return TritonLinear.of(made(weight), bias, scheme)
+        return TritonLinear.of(weight, bias, scheme)
 
     def pack_head(self, weight: Tensor | Deferred, scheme: WeightScheme | None = None) -> Linear:
         """Like any other."""

@@ -22,16 +22,26 @@ ALIGNMENT = 64  # bytes: a cache line
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A tensor that is made when it is needed: who has what was once made of it goes without."""
+    """A tensor that is made when it is needed: who has what was once made of it goes without.
+
+    Some columns of a weight [N, K] may come with its outputs' peaks, [N] float32: each one's largest finite magnitude,
+    those columns counted that lie elsewhere.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], Tensor]
+    make_peaks: Callable[[], Tensor] | None = None
 
 
 def made(tensor: Tensor | Deferred) -> Tensor:
     """The tensor itself."""
     return tensor.make() if isinstance(tensor, Deferred) else tensor
+
+
+def peaks_of(weight: Tensor | Deferred) -> Tensor | None:
+    """[N] float32 of a weight [N, K] that comes with peaks; None: there are no columns elsewhere."""
+    return weight.make_peaks() if isinstance(weight, Deferred) and weight.make_peaks is not None else None
 
 
 @dataclass(frozen=True, slots=True)

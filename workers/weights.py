@@ -102,14 +102,13 @@ class WeightReader:
         return self._open[path]
 
     def _mark_read(self, name: str) -> None:
-        if name not in self._unread:
-            return
-        self._unread.remove(name)
-        path = self._files[name]
-        self._unread_per_file[path] -= 1
-        if self._unread_per_file[path] == 0:
+        path, is_first = self._files[name], name in self._unread
+        if is_first:
+            self._unread.remove(name)
+            self._unread_per_file[path] -= 1
+        if self._unread_per_file[path] == 0:  # also where a tensor is read once more, which has opened it again
             self._open.pop(path, None)
-        if self._progress is not None:
+        if is_first and self._progress is not None:
             self._progress(len(self._files) - len(self._unread), len(self._files))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.checks import check_dtype, check_shape
 from kernels.linear.reference import quantize
 from kernels.linear.schemes import IntegerWeight, WeightScheme
+from kernels.weights import Deferred
 
 CHUNK = 1024  # columns that are summed at a stretch: a multiple of every step
 _WHOLE_STEP = 64
@@ -46,7 +47,7 @@ def pack_whole(weight: Tensor) -> PackedWeight:
     return PackedWeight(weight, 8 * weight.element_size(), _WHOLE_STEP)
 
 
-def pack_rounded(weight: Tensor, scheme: WeightScheme) -> PackedWeight:
+def pack_rounded(weight: Tensor | Deferred, scheme: WeightScheme) -> PackedWeight:
     """What `scheme` makes of weight [N, K]. Raises ValueError for a scheme without a kernel."""
     if scheme.is_float:
         numbers, scales = quantize(weight, scheme)

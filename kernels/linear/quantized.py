@@ -14,7 +14,7 @@ from kernels.checks import check_dtype, check_linear, check_shape
 from kernels.linear.cpu import LinearArguments, NativeLinear
 from kernels.linear.schemes import IntegerWeight, WeightScheme
 from kernels.native.library import DTYPES, LANES, NativeLibrary, last_dim_contiguous
-from kernels.weights import Deferred, made
+from kernels.weights import Deferred, made, peaks_of
 
 _CHUNK_BYTES = 64  # as in native/integers.h
 _SCALE_BYTES = 2
@@ -127,7 +127,9 @@ class QuantizedLinear(NativeLinear):
 
         def pack(arguments: int, squares: int | None) -> None:
             rows = last_dim_contiguous(made(weight).detach())
-            library.quantize(arguments, rows.data_ptr(), rows.stride(0), squares, torch.get_num_threads())
+            peaks = peaks_of(weight) if scheme.heeds_peaks else None
+            peaks_at = None if peaks is None else peaks.data_ptr()
+            library.quantize(arguments, rows.data_ptr(), rows.stride(0), peaks_at, squares, torch.get_num_threads())
 
         return cls(library, (n, k), weight.dtype, bias, layout, pack)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from kernels.checks import check_linear, check_shape
 from kernels.linear.schemes import IntegerWeight, WeightScheme
+from kernels.weights import Deferred, made, peaks_of
 
 _LARGEST_FACTOR = 15
 _CANDIDATES = (1, 0, -1, -2)  # factors of a group that are tried, beside the usual one
@@ -72,16 +72,28 @@ class DequantizedLinear:
         return self(x).float()
 
 
-def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor | Deferred, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> integers [N, K] int8, scales [N, groups] bf16: the definition of what every backend does.
 
     For fp8 e4m3 numbers and scales [N] float32. Where two steps are equally good but for rounding, another backend may
-    choose the other one. A scale is NaN where its group holds a number that is not finite.
+    choose the other one. A scale is NaN where its group holds a number that is not finite. Columns that come with their
+    outputs' peaks become what they become in the whole weight, if they are whole groups of it.
     """
-    make = _float8_bits if scheme.is_float else partial(_quantize, scheme=scheme)
-    numbers, scales = zip(*(make(rows.float()) for rows in torch.split(weight, _ROWS_AT_ONCE)), strict=True)
+    rows = made(weight)
+    peaks = peaks_of(weight) if scheme.heeds_peaks else None
+    if peaks is None:
+        peaks = torch.zeros(len(rows), device=rows.device)
+    parts = zip(torch.split(rows, _ROWS_AT_ONCE), torch.split(peaks, _ROWS_AT_ONCE), strict=True)
+    make = _float8_bits if scheme.is_float else _quantize
+    numbers, scales = zip(*(make(part.float(), scheme, peak.unsqueeze(1)) for part, peak in parts), strict=True)
     joined = torch.cat(numbers)
     return joined.view(torch.float8_e4m3fn) if scheme.is_float else joined, torch.cat(scales)
+
+
+def find_peaks(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest finite magnitude of each output of weight [N, K] as numbers in dtype: [N] float32."""
+    parts = (rows.to(dtype).nan_to_num(0.0, 0.0, 0.0) for rows in torch.split(weight, _ROWS_AT_ONCE))
+    return torch.cat([rows.abs().amax(1) for rows in parts]).float()
 
 
 def dequantize(integers: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
@@ -116,10 +128,15 @@ def widened_rows(x: Tensor, group: int) -> Tensor:
     return integers.float() * scales.repeat_interleave(group, dim=1)[:, : x.shape[1]]
 
 
-def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] -> e4m3 numbers [M, K], 448 being a row's largest; scales [M] float32, NaN where a row is not finite."""
+def round_to_float8(x: Tensor, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> e4m3 numbers [M, K], 448 being a row's largest; scales [M] float32, NaN where a row is not finite.
+
+    peaks [M, 1] float32: what 448 is where a row has nothing larger.
+    """
     finite = x.float().nan_to_num(0.0, 0.0, 0.0)
     largest = finite.abs().amax(1, keepdim=True)
+    if peaks is not None:
+        largest = largest.maximum(peaks)
     usable = largest > SMALLEST_NUMBER
     most = torch.full_like(largest, LARGEST_FLOAT8)
     inverse = (most / largest.where(usable, 1.0)).where(usable, 0.0)
@@ -128,9 +145,9 @@ def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers, scales.squeeze(1)
 
 
-def _float8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+def _float8_bits(weight: Tensor, _: WeightScheme, peaks: Tensor) -> tuple[Tensor, Tensor]:
     """`round_to_float8`, the numbers as uint8, which everything in torch knows."""
-    numbers, scales = round_to_float8(x)
+    numbers, scales = round_to_float8(weight, peaks)
     return numbers.view(torch.uint8), scales
 
 
@@ -142,28 +159,30 @@ def rounded_rows(x: Tensor, scheme: WeightScheme) -> Tensor:
     return widened_rows(x, scheme.columns(x.shape[1])) if scheme.rounds_rows else x.float()
 
 
-def _quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
+def _quantize(weight: Tensor, scheme: WeightScheme, peaks: Tensor) -> tuple[Tensor, Tensor]:
+    """peaks [N, 1]: zeros where there are no columns elsewhere."""
     rows, columns = weight.shape
     group = scheme.columns(columns)
     groups = F.pad(weight, (0, -columns % group)).view(rows, -1, group)
     at = groups.nan_to_num(0.0, 0.0, 0.0).abs().argmax(-1, keepdim=True)
     largest = groups.gather(-1, at)
-    usable = largest.abs() > SMALLEST_NUMBER
-    found = largest.abs() / scheme.highest if scheme.bits == 8 else _search(groups, largest.where(usable, 0.0), scheme)
+    size = largest.abs().maximum(peaks.unsqueeze(1)) if scheme.bits == 8 else largest.abs()
+    usable = size > SMALLEST_NUMBER
+    found = size / scheme.highest if scheme.bits == 8 else _search(groups, largest.where(usable, 0.0), peaks, scheme)
     scales = found.where(usable, 0.0).bfloat16()
     integers = (groups / scales.float()).where(usable, 0.0).round().clamp(scheme.lowest, scheme.highest)
     scales = scales + (groups * 0.0).sum(-1, keepdim=True).bfloat16()
     return integers.nan_to_num(0.0).to(torch.int8).flatten(1)[:, :columns], scales.squeeze(-1)
 
 
-def _search(groups: Tensor, largest: Tensor, scheme: WeightScheme) -> Tensor:
-    """A scale for each group of [N, groups, group] whose largest weight is `largest`: [N, groups, 1].
+def _search(groups: Tensor, largest: Tensor, peaks: Tensor, scheme: WeightScheme) -> Tensor:
+    """A scale for each group of [N, groups, group] whose largest weight is `largest`, given peaks: [N, groups, 1].
 
     It is the output's unit times a whole number up to 15, of either sign: the one that loses least, of those by which
     the largest weight becomes about 8. So all of an output's weights are its unit times integers of eight bits. A unit
     has four significant bits, so that scales are bf16 numbers.
     """
-    unit = largest.abs().amax(1, keepdim=True) / (_LARGEST_FACTOR * -scheme.lowest)
+    unit = largest.abs().amax(1, keepdim=True).maximum(peaks.unsqueeze(1)) / (_LARGEST_FACTOR * -scheme.lowest)
     unit = ((unit.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
     values = groups / unit
     usual = (largest.abs() / unit / -scheme.lowest).round()

@@ -46,9 +46,21 @@ class WeightScheme:
         """The largest integer."""
         return 7 if self.bits == 4 else 127
 
+    @property
+    def heeds_peaks(self) -> bool:
+        """Whether the largest weight of an output counts for all of its scales; else each group's for its own alone."""
+        return self.bits == 4 or self.group == 0
+
     def columns(self, k: int) -> int:
         """How many of k columns share a scale."""
         return self.group or max(k, 1)
+
+    def whole_groups(self, columns: slice, k: int) -> slice:
+        """Those of k columns that are in the groups of the given ones; where all share a scale, just these."""
+        if not self.group:
+            return columns
+        start, stop = columns.start // self.group * self.group, -(-columns.stop // self.group) * self.group
+        return slice(start, min(stop, k))
 
 
 @dataclass(frozen=True, slots=True)

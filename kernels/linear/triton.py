@@ -26,6 +26,7 @@ from kernels.linear.triton_float8 import round_rows
 from kernels.linear.triton_sums import chunk_sum
 from kernels.triton_launch import INTERPRETED
 from kernels.triton_tuning import launch_options
+from kernels.weights import Deferred, made
 
 BLOCK_N = 64  # outputs of a program: a constant, since the bits may depend on it
 _FEW_ROWS = 64
@@ -188,10 +189,11 @@ class TritonLinear:
         self._bias_pointer = packed.weight if bias is None else bias
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, scheme: WeightScheme | None = None) -> TritonLinear:
+    def of(cls, weight: Tensor | Deferred, bias: Tensor | None, scheme: WeightScheme | None = None) -> TritonLinear:
         """Over weight [N, K]; with a scheme it is rounded here. Raises ValueError for a scheme without a kernel."""
         checks.check_linear(weight, bias)
-        return cls(pack_whole(weight) if scheme is None else pack_rounded(weight, scheme), weight.shape[1], bias)
+        packed = pack_whole(made(weight)) if scheme is None else pack_rounded(weight, scheme)
+        return cls(packed, weight.shape[1], bias)
 
     @classmethod
     def of_integers(cls, weight: IntegerWeight, bias: Tensor | None) -> TritonLinear | None:

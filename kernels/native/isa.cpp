@@ -43,8 +43,8 @@ EXPORT(linear)(const LinearArguments* args, const void* x, int64_t x_stride, voi
     return 0;
 }
 
-EXPORT(quantize)(const QuantizedArguments* args, const void* weight, int64_t row_stride, float* squares, int64_t threads) {
-    BY_DTYPE(args->layer.dtype, quantize(*args, (const T*)weight, row_stride, squares, threads));
+EXPORT(quantize)(const QuantizedArguments* args, const void* weight, int64_t row_stride, const float* peaks, float* squares, int64_t threads) {
+    BY_DTYPE(args->layer.dtype, quantize(*args, (const T*)weight, row_stride, peaks, squares, threads));
     return 0;
 }
 

@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack_linear": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "code_linear": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
-    "quantize": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER),
+    "quantize": (_POINTER, _POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     "pack_integers": (_POINTER, _POINTER, _POINTER, _INTEGER),
     "quantized_linear": (_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
     "store_kv": (_POINTER, _INTEGER),

@@ -42,7 +42,11 @@ template <>
 struct Quantizer<8> {
     static constexpr int kLow = -kMaxInteger8, kHigh = kMaxInteger8;
     static constexpr double kWork = kCandidateWork;
-    static INLINE Vec scale(const float*, long, const Vec& largest, const Vec&) { return absolute(largest) / splat((float)kMaxInteger8); }
+    // The magnitude that a group's scale is made for: no smaller than its output's peak.
+    static INLINE Vec size(const Vec& largest, const Vec& peak) { return max(absolute(largest), peak); }
+    static INLINE Vec scale(const float*, long, const Vec& largest, const Vec& peak) {
+        return size(largest, peak) / splat((float)kMaxInteger8);
+    }
 };
 
 // A group's scale is the output's unit times a whole number, of either sign: the one that loses least, of those by which its largest weight
@@ -52,6 +56,7 @@ struct Quantizer<4> {
     static constexpr int kLow = kMinInteger4, kHigh = kMaxInteger4;
     static constexpr double kWork = 2 * kCandidates * kCandidateWork;
 
+    static INLINE Vec size(const Vec& largest, const Vec&) { return absolute(largest); }
     static INLINE Vec scale(const float* w, long count, const Vec& largest, const Vec& unit) {
         const Vec steps = splat(1.0f) / unit, usual = round_integer(absolute(largest) / unit / splat((float)-kLow));
         Vec least = splat(__FLT_MAX__), best = zero();
@@ -72,9 +77,9 @@ struct Quantizer<4> {
     }
 };
 
-// The unit of outputs whose largest weights these are: four bits, so that its products with factors are bf16 numbers.
+// The unit of outputs whose largest magnitudes these are: four bits, so that its products with factors are bf16 numbers.
 INLINE Vec unit_of(const Vec& largest) {
-    const Vec unit = absolute(largest) / splat((float)(kMaxFactor * -kMinInteger4));
+    const Vec unit = largest / splat((float)(kMaxFactor * -kMinInteger4));
     VEC_MAP((Part)(((PartBits)unit.p[i] + 0x80000u) & 0xfff00000u));
 }
 
@@ -90,16 +95,17 @@ struct Squares {
 };
 
 // One group of one panel: w [count][16] to its scales, or factors, and to integers in the chunks that lie chunk_stride apart.
+// whole: what is the same for all groups of an output: at four bits its unit; at eight its peak, or zero.
 template <class Format>
-void quantize_group(const float* w, long count, const Vec& unit, uint8_t* scales, uint8_t* chunks, long chunk_stride, Squares& squares) {
+void quantize_group(const float* w, long count, const Vec& whole, uint8_t* scales, uint8_t* chunks, long chunk_stride, Squares& squares) {
     using Rule = Quantizer<Format::kBits>;
     constexpr bool kHasFactors = kOwnBytes<Format> > 0;
-    const Vec largest = largest_weight(w, count), usable = absolute(largest) - splat(kSmallestNumber);
-    const Vec scale = round_bf16(select_positive(usable, Rule::scale(w, count, largest, unit), zero()));
+    const Vec largest = largest_weight(w, count), usable = Rule::size(largest, whole) - splat(kSmallestNumber);
+    const Vec scale = round_bf16(select_positive(usable, Rule::scale(w, count, largest, whole), zero()));
     const Vec divisor = select_positive(usable, scale, splat(1.0f));
     float factors[kLanes];
     if constexpr (kHasFactors) {
-        store(factors, scale / select_positive(unit, unit, splat(1.0f)));
+        store(factors, scale / select_positive(whole, whole, splat(1.0f)));
         for (int column = 0; column < kLanes; column++) {
             Format::put_factor(scales, column, (int)std::fabs(factors[column]) & kMaxFactor, factors[column] < 0.0f);
         }
@@ -140,8 +146,9 @@ void transpose_panel(const T* weight, long n, long k, long row_stride, long firs
 }
 
 // weight [n, k], rows row_stride elements apart -> args.layer.packed; squares [2][n], of what is lost and of the weights, or null.
+// peaks [n]: the outputs' largest magnitudes, where columns that lie elsewhere count as well; null: they do not.
 template <class T, class Format>
-void quantize(const QuantizedArguments& args, const T* weight, long row_stride, float* squares, long threads) {
+void quantize(const QuantizedArguments& args, const T* weight, long row_stride, const float* peaks, float* squares, long threads) {
     const Records<Format> records(args);
     const double work = Quantizer<Format::kBits>::kWork * args.layer.n * args.layer.k;
     parallel_for(records.panels, work, threads, [&](long panel) {
@@ -151,14 +158,15 @@ void quantize(const QuantizedArguments& args, const T* weight, long row_stride, 
         uint8_t* chunks = (uint8_t*)args.layer.packed + records.chunks_at(panel);
         const long step = records.step_bytes(panel);
         transpose_panel(weight, args.layer.n, records.k, row_stride, panel * kLanes, columns);
-        const Vec unit = Format::kBits == 4 ? unit_of(largest_weight(columns, records.k)) : zero();
+        const Vec peak = peaks == nullptr ? zero() : load_some(peaks + panel * kLanes, args.layer.n - panel * kLanes);
+        const Vec whole = Format::kBits == 4 ? unit_of(max(absolute(largest_weight(columns, records.k)), peak)) : peak;
         if (records.kOwn > 0) {
-            store((Bf16*)((uint8_t*)args.layer.packed + records.own_scales_at(panel)), unit + not_finite(columns, records.k));
+            store((Bf16*)((uint8_t*)args.layer.packed + records.own_scales_at(panel)), whole + not_finite(columns, records.k));
         }
         Squares sums;
         for (long group = 0; group < records.groups; group++) {
             for (long i = 0; i < records.steps(group); i++) memset(chunks + i * step, 0, kChunkBytes);
-            quantize_group<Format>(columns + group * records.group * kLanes, records.count(group), unit, scales, chunks, step, sums);
+            quantize_group<Format>(columns + group * records.group * kLanes, records.count(group), whole, scales, chunks, step, sums);
             scales += records.record_bytes(panel);
             chunks += records.record_bytes(panel);
         }
@@ -167,17 +175,17 @@ void quantize(const QuantizedArguments& args, const T* weight, long row_stride, 
 }
 
 template <class T>
-void quantize(const QuantizedArguments& args, const T* weight, long row_stride, float* squares, long threads) {
+void quantize(const QuantizedArguments& args, const T* weight, long row_stride, const float* peaks, float* squares, long threads) {
     if (args.bits == 8 && (args.row_bits == 8 || has_twins<T>(args))) {
-        quantize<T, RoundedPanel>(args, weight, row_stride, squares, threads);
+        quantize<T, RoundedPanel>(args, weight, row_stride, peaks, squares, threads);
     } else if (args.bits == 8) {
-        quantize<T, typename IntegerFormats<T>::Bits8>(args, weight, row_stride, squares, threads);
+        quantize<T, typename IntegerFormats<T>::Bits8>(args, weight, row_stride, peaks, squares, threads);
 #if defined(NOVA_FACTORS)
     } else if (has_twins<T>(args)) {
-        quantize<T, FactorPanel>(args, weight, row_stride, squares, threads);
+        quantize<T, FactorPanel>(args, weight, row_stride, peaks, squares, threads);
 #endif
     } else {
-        quantize<T, typename IntegerFormats<T>::Bits4>(args, weight, row_stride, squares, threads);
+        quantize<T, typename IntegerFormats<T>::Bits4>(args, weight, row_stride, peaks, squares, threads);
     }
 }
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from kernels.backend import KernelBackend, Linear
 from kernels.cpu_backend import CpuBackend
 from kernels.linear.quantized import QuantizedLinear
-from kernels.linear.reference import dequantize, quantize
-from kernels.linear.schemes import INT4, INT8, SCHEMES, WeightScheme
+from kernels.linear.schemes import INT4, INT8, SCHEMES, W8A8, WeightScheme
 from kernels.reference_backend import ReferenceBackend
+from kernels.weights import Kind
 from novainfer.config import ModelConfig
 from novainfer.errors import ConfigError
 from tests.parity.builders import build_checkpoint
 from tests.parity.harness import CPU, Generation, largest_difference, load, paged_greedy, ragged_prompts
-from workers.layers.build import LayerBuilder, RowSlice
+from workers.layers.build import LayerBuilder, PaddedLinear, RowSlice
 from workers.models.loader import load_model
 from workers.tensor_parallel import TensorParallel
 from workers.worker import check_quantization
@@ -50,6 +50,19 @@ class OneTensor:
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
         assert shape == tuple(self._weight.shape)
         return self._weight[index]
+
+
+class Kept:
+    """What was packed last, as long as it is asked for as what it is."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Kind, Tensor] = {}
+
+    def next(self, kind: Kind) -> Tensor | None:
+        return self.tensors.get(kind)
+
+    def add(self, kind: Kind, tensor: Tensor) -> None:
+        self.tensors[kind] = tensor
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
@@ -113,15 +126,16 @@ def test_linears_of_a_model_when_quantised_then_routers_are_not_and_the_vocabula
         assert set(others) <= {"int4", None}
 
 
-@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
-def test_layers_split_over_two_ranks_when_quantised_then_rows_have_the_weights_of_one_and_columns_their_own(
-    scheme: WeightScheme,
+@pytest.mark.parametrize("num_groups", [4, 3, 1], ids="{} groups".format)  # halves that are whole groups, and not
+@pytest.mark.parametrize("scheme", [INT8, INT4, W8A8], ids=lambda scheme: scheme.name)
+def test_layers_split_over_two_ranks_when_quantised_then_their_weights_are_those_of_one(
+    scheme: WeightScheme, num_groups: int
 ) -> None:
-    """What is for all columns of an output, a scale or what scales are multiples of, a rank has for those it has."""
-    kernels, weight = CpuBackend(), torch.randn(96, 4 * scheme.columns(64))
-    x = torch.randn(5, weight.shape[1])
+    kernels, weight = CpuBackend(), torch.randn(96, num_groups * (scheme.group or 64))
+    weight[::2, 0] = 9.0  # the first rank has what the scales of both are for
+    x, units = torch.randn(5, weight.shape[1]), torch.eye(weight.shape[1])
     whole = kernels.pack_linear(weight, None, scheme)
-    rows, sums = [], []
+    rows, picked = [], []
     for rank in range(2):
         tp = TensorParallel(rank, 2, None)
         build = LayerBuilder(OneTensor(weight), tp, kernels, torch.float32, CPU, scheme)  # type: ignore[arg-type]
@@ -129,11 +143,32 @@ def test_layers_split_over_two_ranks_when_quantised_then_rows_have_the_weights_o
         rows.append(build.merged_linear([RowSlice("a", 96, part.start, part.stop)], x.shape[1], bias=False)(x))
         columns = tp.shard(x.shape[1], "columns")
         split = build.row_parallel_linear("a", x.shape[1], 96, bias=False)._linear
-        assert isinstance(split, QuantizedLinear)
-        sums.append(split(x[:, columns]))
+        assert isinstance(split, QuantizedLinear if scheme is INT8 or num_groups == 4 else PaddedLinear)
+        picked.append(split(units[columns, columns]))
+        assert torch.equal(split.in_float32(units[columns, columns]), picked[-1])
     assert torch.equal(torch.cat(rows, dim=1), whole(x))
-    halves = [dequantize(*quantize(half, scheme), scheme) for half in weight.chunk(2, dim=1)]
-    torch.testing.assert_close(sums[0] + sums[1], x @ torch.cat(halves, dim=1).T, rtol=1e-5, atol=1e-4)
+    assert torch.equal(torch.cat(picked), whole(units))
+
+
+def test_a_layers_columns_when_they_were_packed_before_then_nobody_looks_at_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels, weight, kept = CpuBackend(), torch.randn(48, 128), Kept()
+
+    def split(how: str) -> Tensor:
+        build = LayerBuilder(OneTensor(weight), TensorParallel(1, 2, None), kernels, torch.float32, CPU, SCHEMES[how])  # type: ignore[arg-type]
+        with kernels.weight_memory.keeping(kept):
+            return build.row_parallel_linear("a", 128, 48, bias=False)._linear(torch.eye(64))
+
+    def look(*_: object) -> Tensor:
+        raise AssertionError("looked at once more")
+
+    first = {how: split(how) for how in ("int8", "int4")}
+    monkeypatch.setattr("workers.layers.build.find_peaks", look)
+    assert all(torch.equal(split(how), first[how]) for how in first)
+    kept.tensors.clear()
+    with pytest.raises(AssertionError, match="once more"):
+        split("int8")
 
 
 def test_quantisation_where_kernels_have_none_when_checked_then_config_error_and_none_elsewhere(

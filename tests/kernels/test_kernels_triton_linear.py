@@ -9,9 +9,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kernels.linear.packing import CHUNK, pack_nibbles
-from kernels.linear.reference import dequantize, quantize
+from kernels.linear.reference import dequantize, find_peaks, quantize
 from kernels.linear.schemes import INT4, INT8, W8A8, WeightScheme
 from kernels.linear.triton import TritonLinear
+from kernels.weights import Deferred
 from tests.kernels.builders import assert_close
 
 pytestmark = [pytest.mark.stage0, pytest.mark.usefixtures("poisoned")]
@@ -44,6 +45,21 @@ def test_a_layer_when_run_then_it_is_the_float64_product_to_the_last_rounding(
     x = random(3, columns, dtype=dtype, device=device, seed=2)
     wanted = x.double() @ widened(weight, scheme).T + bias.double()
     assert_close(TritonLinear.of(weight, bias, scheme)(x), wanted, dtype)
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
+def test_halves_that_come_with_their_outputs_peaks_when_multiplied_then_their_weights_are_those_of_the_whole(
+    scheme: WeightScheme, device: torch.device
+) -> None:
+    weight, units = random(65, 256, dtype=torch.float32, device=device), torch.eye(256, device=device)
+    weight[::2, 200] = 9.0
+
+    def half(columns: slice) -> Tensor:
+        own = Deferred((65, 128), weight.dtype, lambda: weight[:, columns], lambda: find_peaks(weight, weight.dtype))
+        return TritonLinear.of(own, None, scheme)(units[columns, columns])
+
+    picked = torch.cat([half(slice(0, 128)), half(slice(128, 256))])
+    assert torch.equal(picked, TritonLinear.of(weight, None, scheme)(units))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name if scheme else "whole")

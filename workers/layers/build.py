@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import KernelBackend, Linear, Program
+from kernels.linear.reference import find_peaks
 from kernels.linear.schemes import WeightScheme
 from kernels.weights import Deferred
 from workers.quantized.linears import QuantizedLinears
@@ -66,13 +69,21 @@ class LayerBuilder:
     def column_slice_linear(self, module: str, shape: tuple[int, int], columns: slice, bias: bool = False) -> Linear:
         """A linear layer over some columns of a module's weight [N, K] = shape.
 
-        Groups of weights that are quantised here begin at the first of these columns.
+        Weights that are quantised here become what they become where the layer has all columns. So whole groups are
+        held, and what is there of other ranks' columns is multiplied by zeros.
         """
-        weight = self._weight(module, shape, (slice(None), columns), bias)
+        held = columns if self.scheme is None else self.scheme.whole_groups(columns, shape[1])
+        weight = self._weight(module, shape, (slice(None), held), bias)
         bias_vector = self.vector(f"{module}.bias", shape[0]) if bias else None
         if self.tp.rank > 0:  # the sum over the ranks must hold the bias once
             bias_vector = None
-        return self._linear([weight], bias_vector, self.scheme)
+        are_all = held == slice(0, shape[1])
+        linear = self._linear(
+            [weight], bias_vector, self.scheme, None if are_all else partial(self._peaks, module, shape)
+        )
+        if held == columns:
+            return linear
+        return PaddedLinear(linear, (columns.start - held.start, held.stop - columns.stop))
 
     def row_parallel_linear(self, module: str, in_features: int, out_features: int, bias: bool) -> RowParallelLinear:
         """A linear layer whose input columns are split over the ranks."""
@@ -117,14 +128,24 @@ class LayerBuilder:
             self.quantized.tensors.check_no_bias(module, shape[0])
         return self.quantized.tensors.read(module, shape, index)
 
-    def _linear(self, parts: list[StoredWeight | Tensor], bias: Tensor | None, scheme: WeightScheme | None) -> Linear:
-        """One layer over the rows of all parts."""
+    def _peaks(self, module: str, shape: tuple[int, int]) -> Tensor:
+        """[N] float32 of a module's whole weight [N, K] = shape, which stays where it is mapped."""
+        return find_peaks(self.weights.read(f"{module}.weight", shape), self.dtype).to(self.device)
+
+    def _linear(
+        self,
+        parts: list[StoredWeight | Tensor],
+        bias: Tensor | None,
+        scheme: WeightScheme | None,
+        make_peaks: Callable[[], Tensor] | None = None,
+    ) -> Linear:
+        """One layer over the rows of all parts; make_peaks: as in `Deferred`."""
         if self.quantized is not None and any(isinstance(part, StoredWeight) for part in parts):
             packed = self.quantized.pack(parts, bias)
             if packed is not None:
                 return packed
         rows = sum(_shape_of(part)[0] for part in parts)
-        joined = Deferred((rows, *_shape_of(parts[0])[1:]), self.dtype, lambda: self._joined(parts))
+        joined = Deferred((rows, *_shape_of(parts[0])[1:]), self.dtype, lambda: self._joined(parts), make_peaks)
         return self.kernels.pack_linear(joined, bias, scheme)
 
     def _joined(self, parts: Sequence[StoredWeight | Tensor]) -> Tensor:
@@ -141,6 +162,23 @@ class LayerBuilder:
 
 def _shape_of(part: StoredWeight | Tensor) -> torch.Size:
     return part.shape if isinstance(part, Tensor) else part.values.shape
+
+
+class PaddedLinear:
+    """A linear layer that has more columns than its input: what is there of the others is zero."""
+
+    def __init__(self, linear: Linear, padding: tuple[int, int]) -> None:
+        """padding: how many columns lie before those of the input, and behind them."""
+        self._linear = linear
+        self._padding = padding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        return self._linear(F.pad(x, self._padding))
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The same numbers in float32."""
+        return self._linear.in_float32(F.pad(x, self._padding))
 
 
 class RowParallelLinear:
