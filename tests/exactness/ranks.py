@@ -1,8 +1,9 @@
-"""One rank and two give the same tokens in float32: `python -m tests.exactness.ranks`.
+"""One rank and two give the same tokens in float32: `python -m tests.exactness.ranks [--quantization int4]`.
 
 Every case of the matrix runs on both, in company. Sums are taken in another order with two ranks, so log-probabilities
-are close (`TOLERANCE`), not equal; the tokens are the same unless two of them are as close as that. Quantised weights
-are other ones on two ranks, each of which has scales for the columns that it has. Exit status 1 if anything differs.
+are close (`TOLERANCE`), not equal; the tokens are the same unless two of them are as close as that. Weights that are
+quantised are the same ones, too. (Not so with w8a8: where activations are rounded to eight bits, the last bit of a sum
+can become a whole step.) Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ TOLERANCE = 1e-4
 HOW = Circumstance(max_num_seqs=16, max_num_batched_tokens=64, prefix_caching=True, steps_in_flight=2)
 
 
-def config_of(num_ranks: int) -> ServeConfig:
+def config_of(num_ranks: int, quantization: str) -> ServeConfig:
     """The demo model in float32."""
-    config = HOW.config("demo", "float32", "none")
+    config = HOW.config("demo", "float32", quantization)
     return replace(config, parallel=replace(config.parallel, tensor_parallel_size=num_ranks))
 
 
@@ -65,12 +66,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
     options = parser.parse_args()
-    runner = Runner("demo", "float32", "none")
+    quantization = options.quantization
+    runner = Runner("demo", "float32", quantization)
     cases = make_cases(options.cases, runner.vocab_size(), options.seed)
-    executors = (LocalExecutor(config_of(1)), RayExecutor(config_of(2)))
+    executors = (LocalExecutor(config_of(1, quantization)), RayExecutor(config_of(2, quantization)))
     try:
-        engines = [EngineCore(executor, config_of(1)) for executor in executors]
+        engines = [EngineCore(executor, config_of(1, quantization)) for executor in executors]
         one, two = (runner.drive(engine, cases, HOW, random.Random(0)) for engine in engines)
     finally:
         for executor in executors:

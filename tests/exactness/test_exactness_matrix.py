@@ -70,8 +70,12 @@ def test_given_a_time_limit_when_it_is_over_then_the_pairs_so_far_are_told_and_n
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 pairs, 0 differences")
 
 
-def test_given_requests_over_all_features_when_two_ranks_compute_them_then_the_tokens_are_those_of_one() -> None:
-    command = [sys.executable, "-m", "tests.exactness.ranks", "--cases", "60"]  # Ray belongs to a process
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_given_requests_over_all_features_when_two_ranks_compute_them_then_the_tokens_are_those_of_one(
+    quantization: str,
+) -> None:
+    options = ["--cases", "60", "--quantization", quantization]
+    command = [sys.executable, "-m", "tests.exactness.ranks", *options]  # Ray belongs to a process
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.startswith("60 cases, ")
