@@ -96,6 +96,17 @@ def test_checkpoint_given_progress_callback_when_loaded_then_counts_every_tensor
     assert seen[:total] == [(done, total) for done in range(1, total + 1)]
 
 
+def test_tensor_when_read_once_more_then_counted_once_and_its_file_is_closed_again(tmp_path: Path) -> None:
+    stored = {"a": torch.randn(3, 4), "b": torch.randn(2)}
+    seen: list[tuple[int, int]] = []
+    save_file(stored, tmp_path / "model.safetensors")
+    reader = WeightReader(tmp_path, lambda done, total: seen.append((done, total)))
+    for name in ("a", "a", "b", "a"):
+        assert torch.equal(reader.read(name, tuple(stored[name].shape)), stored[name])
+        assert bool(reader._open) is (len(seen) < 2)
+    assert seen == [(1, 2), (2, 2)]
+
+
 def test_builder_given_a_slice_when_read_then_owns_no_more_than_the_slice(folder: Path) -> None:
     build = LayerBuilder(WeightReader(folder), TensorParallel.single(), select_backend(CPU), torch.float32, CPU)
     rows = build.tensor("lm_head.weight", (VOCAB_SIZE, 64), (slice(10, 20),))
