@@ -18,9 +18,8 @@ from torch import Tensor
 from kernels.memory import commit
 
 _PIECE_BYTES = 2 << 20  # asked for at a time: so little that a step hardly waits if it begins meanwhile
-_QUIET_SECONDS = 0.05  # without a busy step before more is asked for
-_MOST_SECONDS = 0.2  # that a piece waits for that: others might take the memory meanwhile
-_BUSY_TOKENS = 9  # make a step busy; with fewer it waits for the weights, not for the processor
+_QUIET_SECONDS = 0.05  # without a step before more is asked for
+_MOST_SECONDS = 0.1  # that a piece waits for that: others might take the memory meanwhile
 _LOWEST_PRIORITY = 19
 
 
@@ -33,7 +32,7 @@ class CacheMemory:
         """tensors: [num_blocks, ...], of `lazy_zeros`.
 
         ahead: blocks beyond all that were used that are taken at once, beside steps if need be.
-        is_whole: take all others as well, while no busy step runs, or else slowly.
+        is_whole: take all others as well, while no step runs, or else slowly.
         room: bytes that may still be taken; when there are too few, the rest is left for when it is written to.
         """
         self._tensors = tensors
@@ -44,8 +43,8 @@ class CacheMemory:
         self._num_pieces = 0  # that were taken, or are being taken
         self._lock = threading.Lock()  # for that
         self._num_used = 0  # blocks up to here were used
-        self._is_busy = False
-        self._last_busy = time.monotonic()  # when the last busy step ended
+        self._is_busy = False  # with a step
+        self._last_busy = time.monotonic()  # when the last step ended
         self._is_wanted, self._is_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="KV cache memory")
 
@@ -68,9 +67,9 @@ class CacheMemory:
         if sys.platform == "linux":
             self._thread.start()
 
-    def step_begins(self, new_blocks: Iterable[int], num_tokens: int) -> None:
+    def step_begins(self, new_blocks: Iterable[int]) -> None:
         """`new_blocks`: numbers of those that it is the first to use, and maybe others."""
-        self._is_busy = num_tokens >= _BUSY_TOKENS
+        self._is_busy = True
         num_used = max(new_blocks, default=-1) + 1
         if num_used > self._num_used:
             self._num_used = num_used
@@ -78,8 +77,7 @@ class CacheMemory:
 
     def step_ends(self) -> None:
         """Of steps there is one at a time."""
-        if self._is_busy:
-            self._last_busy = time.monotonic()
+        self._last_busy = time.monotonic()
         self._is_busy = False
 
     def close(self) -> None:
@@ -119,7 +117,7 @@ class CacheMemory:
         return block < self._num_used + self._ahead
 
     def _give_way(self, block: int) -> None:
-        """Wait while a busy step runs; not if the block is soon used, nor for too long.
+        """Wait while a step runs; not if the block is soon used, nor for too long.
 
         Looks now and then, while there is something to do: an event would cost every step more than that.
         """

@@ -26,6 +26,7 @@ from workers.row_sampling import to_device
 _CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LEFT_FREE = 512 * MIB  # for others, when a cache's memory is taken before it is used
 _AHEAD_BYTES = 128 * MIB  # always taken beyond what was used
+_WHOLE_AHEAD_BYTES = 512 * MIB  # the same where the rest will be taken as well: so much a rush of prompts writes to
 _CONTROL_GROUP = Path("/sys/fs/cgroup")  # ours, as a container sees it
 _MAX_CPU_SHARE = 4096 * MIB  # default ceiling of the KV caches of all ranks on a CPU host
 
@@ -69,7 +70,7 @@ class KVCache:
         if self.layers[0][0].device.type == "cpu" and self._memory is None:
             tensors = [cache for layer in self.layers for cache in layer]
             block_bytes = sum(tensor.nbytes for tensor in tensors) // self.num_blocks
-            ahead = max(_AHEAD_BYTES // block_bytes, 1)
+            ahead = max((_WHOLE_AHEAD_BYTES if whole else _AHEAD_BYTES) // block_bytes, 1)
             room = functools.partial(_room, mapped)
             self._memory = CacheMemory(tensors, ahead, room, is_whole=whole)
             if at_first:
@@ -89,7 +90,7 @@ class KVCache:
             yield
             return
         lists = [*(row.block_ids for row in plan.new_rows), plan.grown_blocks]
-        self._memory.step_begins((block for block_ids in lists for block in block_ids), sum(plan.num_new_tokens))
+        self._memory.step_begins(block for block_ids in lists for block in block_ids)
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from novainfer.entrypoints.children import ChildState, Phase, exit_words, is_sto
 from novainfer.entrypoints.launch import FleetLaunch, fleet_launch
 from novainfer.entrypoints.progress import StartProgress, exit_status
 from novainfer.entrypoints.roster import Replica, Roster
-from novainfer.entrypoints.standby import Standbys
+from novainfer.entrypoints.standby import FIRST_DELAY, Standbys
 from novainfer.entrypoints.vitals import forgive, hang, heard
 from novainfer.entrypoints.wakeups import Wakeups
 from novainfer.errors import ConfigError, ProtocolError
@@ -65,7 +65,7 @@ class Fleet:
             index: ChildState(ROLE_GATEWAY, index, FIRST_EPOCH) for index in range(config.server.num_gateways)
         }
         self._roster = Roster(config, run_dir)
-        self._standbys = Standbys(launch.standbys)
+        self._standbys = Standbys(launch.standbys, FIRST_DELAY)
         self._gateway_restarts = Restarts(config.server.max_restarts, GATEWAY_STABLE_SECONDS)
         self._due: dict[int, float] = {}  # gateways, and when they are to be started
         self._misses_gateway = False  # one has died, and not all are ready again

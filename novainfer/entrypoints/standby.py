@@ -1,4 +1,4 @@
-"""Processes that have imported what a child runs, and wait to be told its arguments (`-m ... DELAY TITLE MODULE`).
+"""Processes that have imported what a child runs, and wait to be told its arguments (`-m ... TITLE MODULE`).
 
 To import takes most of a gateway's start; who is to replace one that died has done it by then.
 """
@@ -10,7 +10,6 @@ import importlib
 import json
 import logging
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,12 @@ from typing import Any
 from setproctitle import setproctitle
 
 from novainfer.entrypoints.children import ChildState, python_module, spawn, start
+from novainfer.entrypoints.leisure import Leisure
 from novainfer.transport.parent import die_with_parent
 
 logger = logging.getLogger(__name__)
 
-_FIRST_DELAY = 5.0  # seconds: the first requests come just then, and have the processors for themselves
+FIRST_DELAY = 5.0  # seconds: the first requests come just then, and have the processors for themselves
 _PAUSE = 10.0  # seconds until the next one for a module, if one could not be started, or died
 
 
@@ -31,28 +31,30 @@ class Standbys:
     """At most one process for each module. They are children of this process, which must have one thread to start them.
 
     modules: by the title of its standby. Such a module has a `main(argv)` that gives the exit status.
+    first_delay: seconds until the first ones start, if there is leisure: imports cost a load some of its steps.
     """
 
-    def __init__(self, modules: Mapping[str, str]) -> None:
+    def __init__(self, modules: Mapping[str, str], first_delay: float = 0.0) -> None:
         self._modules = dict(modules)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._not_before: dict[str, float] = {}  # by module; on the clock of those who call
-        self._delay = _FIRST_DELAY
+        self._leisure = Leisure(first_delay)
         self._has_failed = False  # to start one, the last time
 
     def prepare(self, now: float) -> None:
-        """Start those that are missing. Does not wait; nor do they, but the first ones, before they import.
+        """Start those that are missing, once there is leisure. Does not wait.
 
         To be called again and again: without one all goes on, a little slower.
         """
-        delay, self._delay = self._delay, 0.0
+        if not self._leisure.has_come(now):
+            return
         for title, module in self._modules.items():
             process = self._processes.get(module)
             if process is not None and process.poll() is not None:
                 self._processes.pop(module).communicate()  # closes our end of its pipe
             if module not in self._processes and now >= self._not_before.get(module, now):
                 self._not_before[module] = now + _PAUSE
-                self._start(python_module("novainfer.entrypoints.standby", str(delay), title, module), module)
+                self._start(python_module("novainfer.entrypoints.standby", title, module), module)
 
     def _start(self, command: Sequence[str], module: str) -> None:
         try:
@@ -96,10 +98,9 @@ def _tell(process: subprocess.Popen[bytes], arguments: Sequence[str]) -> bool:
 
 def main(argv: list[str]) -> int:
     """Wait for the arguments, then be what the module is: its exit status; 0 if nothing is to be done any more."""
-    delay, title, module = argv
+    title, module = argv
     die_with_parent()
     setproctitle(f"novainfer: standby {title}")
-    select.select([sys.stdin], [], [], float(delay))
     run: Any = importlib.import_module(module)
     line = sys.stdin.readline()
     if not line:

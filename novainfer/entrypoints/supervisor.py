@@ -28,7 +28,7 @@ from novainfer.entrypoints.launch import Launch, standard_launch
 from novainfer.entrypoints.progress import Progress, StartProgress, exit_status
 from novainfer.entrypoints.ranks import StrayRanks, dead_ranks, death_of, hold_rank, kill_ranks, let_go, pass_on
 from novainfer.entrypoints.replacements import Replacements
-from novainfer.entrypoints.standby import Standbys
+from novainfer.entrypoints.standby import FIRST_DELAY, Standbys
 from novainfer.entrypoints.vitals import Pulse, Watch, heard, take_pulse
 from novainfer.entrypoints.wakeups import Wakeups
 from novainfer.entrypoints.worker_thread import WorkerThread
@@ -81,7 +81,7 @@ class Supervisor:
         )
         self._wakeups = Wakeups(run_dir, replica)
         self._workers = WorkerThread(launch.workers, self._wakeups.nudge, num_spares=config.parallel.spare_workers)
-        self._standbys = Standbys(launch.standbys)
+        self._standbys = Standbys(launch.standbys, FIRST_DELAY)
         self._replacements = Replacements(config.server, time.monotonic())
         self._watch = Watch(config.server, is_stopped)
         self._strays = StrayRanks()

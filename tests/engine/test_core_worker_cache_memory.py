@@ -21,7 +21,6 @@ from workers.kv_cache import KVCache
 BLOCK = 1 << 20
 NUM_BLOCKS = 32
 MUCH = 1 << 40
-MANY = 100  # tokens of a step
 
 
 def tensors() -> list[Tensor]:
@@ -46,15 +45,15 @@ class Looks(threading.Event):
         return found
 
 
-@pytest.mark.parametrize(("ahead", "num_tokens"), [(NUM_BLOCKS, 0), (NUM_BLOCKS, MANY), (4, 0), (4, 1), (4, MANY)])
+@pytest.mark.parametrize(("ahead", "has_step"), [(NUM_BLOCKS, False), (NUM_BLOCKS, True), (4, False), (4, True)])
 def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(
-    ahead: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    ahead: int, has_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MOST_SECONDS", 0.001)  # that a step which does not end holds it up
     cache = tensors()
     memory = CacheMemory(cache, ahead, lambda: MUCH, is_whole=ahead < NUM_BLOCKS)
-    if num_tokens:
-        memory.step_begins([], num_tokens)
+    if has_step:
+        memory.step_begins([])
 
     memory.start()
     memory._thread.join()
@@ -102,10 +101,10 @@ def test_given_a_step_that_runs_when_memory_is_wanted_then_only_what_is_soon_use
             assert looks[1].looked.acquire(timeout=30)
         assert not asked.acquire(blocking=False)
 
-    memory.step_begins([], MANY)
+    memory.step_begins([])
     memory.start()
     assert_taken(4)  # two tensors, two blocks at a time
-    memory.step_begins([5], MANY)
+    memory.step_begins([5])
     assert_taken(6)  # up to block 10
     memory.step_ends()
     for _ in range(NUM_BLOCKS - 10):
@@ -129,10 +128,10 @@ def test_given_some_ahead_when_blocks_are_used_then_so_many_more_are_taken() -> 
     try:
         memory.start()
         take(4)  # two pieces of both tensors
-        memory.step_begins([7, 3], 1)
+        memory.step_begins([7, 3])
         memory.step_ends()
         take(8)  # up to block 12
-        memory.step_begins([1], 1)
+        memory.step_begins([1])
         memory.step_ends()
         assert not asked.acquire(timeout=0)
     finally:
