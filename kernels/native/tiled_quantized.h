@@ -177,7 +177,7 @@ void multiply_widened(const QuantizedArguments& args, const Bf16* x, long x_stri
     const WidenedPanels<Columns> panels{records, (const uint8_t*)layer.packed};
     const long bytes = layer.k * sizeof(Bf16);
     for_each_pass(m, rows_to_pass(bytes), [&](long first, long count) {
-        const TileRows rows = rows_as_tiles(x + first * x_stride, x_stride * sizeof(Bf16), count, bytes, scratch, threads);
+        const TileRows rows = rows_as_tiles(x + first * x_stride, x_stride * sizeof(Bf16), count, bytes, layer.n, scratch, threads);
         const TileOutput output{layer, {layer, y, first}, may_pass_by(layer, y)};
         run_panels(TiledQuantized<WidenedPanels<Columns>, PlainSums>{args, panels, rows, count, output, {}}, layer, threads);
     });
@@ -205,7 +205,7 @@ bool tiled_rounded(const QuantizedArguments& args, const RoundedRows<RoundedPane
     const Records<RoundedPanel> records(args);
     const IntegerPanels panels{records, (const uint8_t*)layer.packed};
     for_each_pass(m, rows_to_pass(layer.k), [&](long first, long count) {
-        const TileRows rows = rows_as_tiles(integers.integers + first * integers.width, integers.width, count, layer.k, scratch, threads);
+        const TileRows rows = rows_as_tiles(integers.integers + first * integers.width, integers.width, count, layer.k, layer.n, scratch, threads);
         const auto output = output_at(first);
         using Out = std::remove_const_t<decltype(output)>;
         if (records.groups == 1) return TiledWhole<Out, BytePanels>{args, BytePanels(args, count), rows, count, output, {integers, first}}.run(threads);
