@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import httpx
 import pytest
 
 from tests.chaos.blows import KILL, strike, wait_replaced
@@ -57,7 +56,8 @@ class Clients:
 
 def embed(server: RunningServer) -> list[list[float]]:
     body = {"input": INPUTS, "prefix_cache": False}
-    answer = httpx.post(f"{server.base_url}/v1/embeddings", json=body, trust_env=False, timeout=120)
+    with server.http() as http:
+        answer = http.post("/v1/embeddings", json=body)
     assert answer.status_code == 200, answer.text
     return [one["embedding"] for one in answer.json()["data"]]
 

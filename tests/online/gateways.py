@@ -104,7 +104,7 @@ def text_processes(gateway: psutil.Process, zygote: int = 0) -> dict[str, psutil
 
 def sdk_http_client() -> httpx.Client:
     """The SDK's own kind of HTTP client with proxies disabled."""
-    return openai.DefaultHttpxClient(trust_env=False)
+    return openai.DefaultHttpxClient(trust_env=False, verify=False)
 
 
 def start_pair(
