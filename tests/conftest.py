@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.interpreter import quicken  # noqa: E402
 from tests.servers import RunningServer  # noqa: E402
 
 if not torch.cuda.is_available():
@@ -93,6 +95,12 @@ def _no_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _triton_is_quick() -> None:
+    if "triton.runtime.interpreter" in sys.modules and not torch.cuda.is_available():
+        quicken()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -26,12 +26,13 @@ TritonError = pytest.importorskip("triton.errors").TritonError  # an Exception, 
 pytestmark = pytest.mark.stage0
 
 ROOT = Path(__file__).resolve().parents[2]
+QUICKLY = (sys.executable, "-m", "tests.interpreter")
 ALL_KEYS = [question.key for question in questions(torch.device("cpu"), is_toy=True)]
 
 
 def test_the_gpu_benchmark_when_rehearsed_then_every_stage_has_its_rows(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
-    command = [sys.executable, "-m", "bench.gpu", "--toy", "--output", str(result)]
+    command = [*QUICKLY, "bench.gpu", "--toy", "--output", str(result)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(result.read_text())["rows"]
@@ -102,7 +103,7 @@ def test_a_stage_that_fails_when_run_then_the_table_says_so_and_the_rest_goes_on
 
 def test_a_table_of_launches_when_made_then_the_kernels_can_read_it(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    command = [sys.executable, "-m", "bench.tune_gpu", "--toy", "--output", str(path)]
+    command = [*QUICKLY, "bench.tune_gpu", "--toy", "--output", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert len(set(ALL_KEYS)) == len(ALL_KEYS)
