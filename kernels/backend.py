@@ -316,8 +316,8 @@ class KernelBackend(Protocol):
     ) -> Linear:
         """weight [N, K], bias [N] or None -> a callable; the caller may release the weight afterwards.
 
-        With a scheme the weight is quantised; columns that come with peaks become what they become in the whole weight.
-        Raises ValueError if the backend cannot multiply by such weights.
+        With a scheme the weight is quantised; columns that come with peaks, and are whole groups, become what they
+        become in the whole weight. Raises ValueError if the backend cannot multiply by such weights.
         """
         ...
 

@@ -43,13 +43,13 @@ def quicken() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            Launch.running = self
             for language in (tl, tl.core):
                 patch_builtin(language, interpreter.interpreter_builder, self)
                 interpreter._patch_lang_core(language, self)
             for package in (tl.tensor, tl.math, tl.core.tensor_descriptor_base):
                 patch_builtin(package, interpreter.interpreter_builder, self)
             interpreter._patch_lang_tensor(tl.tensor, self)
+            Launch.running = self
 
         def restore(self) -> None:
             super().restore()

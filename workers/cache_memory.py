@@ -19,7 +19,7 @@ from kernels.memory import commit
 
 _PIECE_BYTES = 2 << 20  # asked for at a time: so little that a step hardly waits if it begins meanwhile
 _QUIET_SECONDS = 0.05  # without a step before more is asked for
-_MOST_SECONDS = 0.1  # that a piece waits for that: others might take the memory meanwhile
+_WAITS = 20  # times what the last piece took, that the next one waits for that: others might take the memory meanwhile
 _LOWEST_PRIORITY = 19
 
 
@@ -89,14 +89,17 @@ class CacheMemory:
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        most = 0.0  # seconds
         while (block := self._next_block()) < self._num_blocks:
             while not (self._is_whole or self._is_soon_used(block) or self._is_closed.is_set()):
                 self._is_wanted.wait()
                 self._is_wanted.clear()
             if not self._is_soon_used(block):
-                self._give_way(block)
+                self._give_way(block, most)
+            began = time.monotonic()
             if self._is_closed.is_set() or not self._take_next():
                 return
+            most = _WAITS * (time.monotonic() - began)
 
     def _next_block(self) -> int:
         return self._num_pieces // len(self._tensors) * self._piece_blocks
@@ -116,13 +119,13 @@ class CacheMemory:
     def _is_soon_used(self, block: int) -> bool:
         return block < self._num_used + self._ahead
 
-    def _give_way(self, block: int) -> None:
-        """Wait while a step runs; not if the block is soon used, nor for too long.
+    def _give_way(self, block: int, most: float) -> None:
+        """Wait while a step runs; not if the block is soon used, nor for more than so many seconds.
 
         Looks now and then, while there is something to do: an event would cost every step more than that.
         """
         began = now = time.monotonic()
-        while now - began < _MOST_SECONDS and (self._is_busy or now - self._last_busy < _QUIET_SECONDS):
-            if self._is_closed.wait(_QUIET_SECONDS) or self._is_soon_used(block):
+        while now - began < most and (self._is_busy or now - self._last_busy < _QUIET_SECONDS):
+            if self._is_closed.wait(min(_QUIET_SECONDS, began + most - now)) or self._is_soon_used(block):
                 return
             now = time.monotonic()

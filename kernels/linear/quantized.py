@@ -127,8 +127,12 @@ class QuantizedLinear(NativeLinear):
 
         def pack(arguments: int, squares: int | None) -> None:
             rows = last_dim_contiguous(made(weight).detach())
-            peaks = peaks_of(weight) if scheme.heeds_peaks else None
-            peaks_at = None if peaks is None else peaks.data_ptr()
+            peaks, peaks_at = peaks_of(weight) if scheme.heeds_peaks else None, None
+            if peaks is not None:
+                check_shape("peaks", peaks, (n,))
+                check_dtype("peaks", peaks, torch.float32)
+                peaks = peaks.contiguous()
+                peaks_at = peaks.data_ptr()
             library.quantize(arguments, rows.data_ptr(), rows.stride(0), peaks_at, squares, torch.get_num_threads())
 
         return cls(library, (n, k), weight.dtype, bias, layout, pack)

@@ -92,8 +92,11 @@ def quantize(weight: Tensor | Deferred, scheme: WeightScheme) -> tuple[Tensor, T
 
 def find_peaks(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The largest finite magnitude of each output of weight [N, K] as numbers in dtype: [N] float32."""
-    parts = (rows.to(dtype).nan_to_num(0.0, 0.0, 0.0) for rows in torch.split(weight, _ROWS_AT_ONCE))
-    return torch.cat([rows.abs().amax(1) for rows in parts]).float()
+    peaks = [rows.to(dtype).abs().amax(1) for rows in torch.split(weight, _ROWS_AT_ONCE)]
+    found = torch.cat(peaks).float()
+    for row in (~found.isfinite()).nonzero().flatten().tolist():  # hardly ever one
+        found[row] = weight[row].to(dtype).nan_to_num(0.0, 0.0, 0.0).abs().max()
+    return found
 
 
 def dequantize(integers: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:

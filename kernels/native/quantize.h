@@ -95,17 +95,17 @@ struct Squares {
 };
 
 // One group of one panel: w [count][16] to its scales, or factors, and to integers in the chunks that lie chunk_stride apart.
-// whole: what is the same for all groups of an output: at four bits its unit; at eight its peak, or zero.
+// shared: what is the same for all groups of an output: at four bits its unit; at eight its peak, or zero.
 template <class Format>
-void quantize_group(const float* w, long count, const Vec& whole, uint8_t* scales, uint8_t* chunks, long chunk_stride, Squares& squares) {
+void quantize_group(const float* w, long count, const Vec& shared, uint8_t* scales, uint8_t* chunks, long chunk_stride, Squares& squares) {
     using Rule = Quantizer<Format::kBits>;
     constexpr bool kHasFactors = kOwnBytes<Format> > 0;
-    const Vec largest = largest_weight(w, count), usable = Rule::size(largest, whole) - splat(kSmallestNumber);
-    const Vec scale = round_bf16(select_positive(usable, Rule::scale(w, count, largest, whole), zero()));
+    const Vec largest = largest_weight(w, count), usable = Rule::size(largest, shared) - splat(kSmallestNumber);
+    const Vec scale = round_bf16(select_positive(usable, Rule::scale(w, count, largest, shared), zero()));
     const Vec divisor = select_positive(usable, scale, splat(1.0f));
     float factors[kLanes];
     if constexpr (kHasFactors) {
-        store(factors, scale / select_positive(whole, whole, splat(1.0f)));
+        store(factors, scale / select_positive(shared, shared, splat(1.0f)));
         for (int column = 0; column < kLanes; column++) {
             Format::put_factor(scales, column, (int)std::fabs(factors[column]) & kMaxFactor, factors[column] < 0.0f);
         }
@@ -159,14 +159,14 @@ void quantize(const QuantizedArguments& args, const T* weight, long row_stride, 
         const long step = records.step_bytes(panel);
         transpose_panel(weight, args.layer.n, records.k, row_stride, panel * kLanes, columns);
         const Vec peak = peaks == nullptr ? zero() : load_some(peaks + panel * kLanes, args.layer.n - panel * kLanes);
-        const Vec whole = Format::kBits == 4 ? unit_of(max(absolute(largest_weight(columns, records.k)), peak)) : peak;
+        const Vec shared = Format::kBits == 4 ? unit_of(max(absolute(largest_weight(columns, records.k)), peak)) : peak;
         if (records.kOwn > 0) {
-            store((Bf16*)((uint8_t*)args.layer.packed + records.own_scales_at(panel)), whole + not_finite(columns, records.k));
+            store((Bf16*)((uint8_t*)args.layer.packed + records.own_scales_at(panel)), shared + not_finite(columns, records.k));
         }
         Squares sums;
         for (long group = 0; group < records.groups; group++) {
             for (long i = 0; i < records.steps(group); i++) memset(chunks + i * step, 0, kChunkBytes);
-            quantize_group<Format>(columns + group * records.group * kLanes, records.count(group), whole, scales, chunks, step, sums);
+            quantize_group<Format>(columns + group * records.group * kLanes, records.count(group), shared, scales, chunks, step, sums);
             scales += records.record_bytes(panel);
             chunks += records.record_bytes(panel);
         }

@@ -20,7 +20,7 @@ constexpr long kSweepDepth = 512;            // of a block's rows and plain pane
 constexpr long kPassedBytes = 1L << 20;      // of a layer's weights, which then wash its results out of the second cache
 constexpr long kPassNumbers = 3L << 18;      // of rows that pass by a quantised panel, so that they stay in the second cache
 constexpr long kPassRows = 512;              // that pass by a panel
-constexpr long kPlaceRows = 256, kPlaceColumns = 1024;  // no more than these: too few panels pass by to make up for a copy of the rows
+constexpr long kPlaceRows = 256, kPlaceOutputs = 1024;  // no more than these: too few panels pass by to make up for a copy of the rows
 constexpr long kStretchNumbers = 1L << 19;   // of these rows: as deep as they stay in the second cache
 constexpr long kKeptSums = 1L << 17;         // that a thread keeps from one stretch of the depth to the next, in the second cache too
 
@@ -332,7 +332,7 @@ struct TiledLinear {
 // Rows of a layer as tiles, over which its panels pass: in place, where they or the panels are few, else copied to
 // [ceil(count / 16)][runs][16][64].
 INLINE TileRows rows_as_tiles(const void* x, long stride, long count, long bytes, long n, Scratch& scratch, long threads) {
-    if (count <= kPairRows || (count <= kPlaceRows && n <= kPlaceColumns)) return {(const char*)x, stride, kRowBytes, kTileSide * stride};
+    if (count <= kPairRows || (count <= kPlaceRows && n <= kPlaceOutputs)) return {(const char*)x, stride, kRowBytes, kTileSide * stride};
     char* to = scratch.get<char>(round_up(count, kTileSide) * bytes);
     parallel_ranges(ceil_div(count, kTileSide), 1, kElementWork * count * bytes / 2, threads, [&](long begin, long end) {
         for (long row = begin * kTileSide; row < smaller(count, end * kTileSide); row++) {

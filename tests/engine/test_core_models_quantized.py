@@ -126,18 +126,19 @@ def test_linears_of_a_model_when_quantised_then_routers_are_not_and_the_vocabula
         assert set(others) <= {"int4", None}
 
 
-@pytest.mark.parametrize("num_groups", [4, 3, 1], ids="{} groups".format)  # halves that are whole groups, and not
+# Parts that are whole groups, that begin or end within one, and that do both.
+@pytest.mark.parametrize(("num_ranks", "num_groups"), [(2, 4.0), (2, 3.0), (2, 1.0), (3, 2.25)])
 @pytest.mark.parametrize("scheme", [INT8, INT4, W8A8], ids=lambda scheme: scheme.name)
-def test_layers_split_over_two_ranks_when_quantised_then_their_weights_are_those_of_one(
-    scheme: WeightScheme, num_groups: int
+def test_layers_split_over_ranks_when_quantised_then_their_weights_are_those_of_one(
+    scheme: WeightScheme, num_ranks: int, num_groups: float
 ) -> None:
-    kernels, weight = CpuBackend(), torch.randn(96, num_groups * (scheme.group or 64))
+    kernels, weight = CpuBackend(), torch.randn(96, int(num_groups * (scheme.group or 64)))
     weight[::2, 0] = 9.0  # the first rank has what the scales of both are for
     x, units = torch.randn(5, weight.shape[1]), torch.eye(weight.shape[1])
     whole = kernels.pack_linear(weight, None, scheme)
     rows, picked = [], []
-    for rank in range(2):
-        tp = TensorParallel(rank, 2, None)
+    for rank in range(num_ranks):
+        tp = TensorParallel(rank, num_ranks, None)
         build = LayerBuilder(OneTensor(weight), tp, kernels, torch.float32, CPU, scheme)  # type: ignore[arg-type]
         part = tp.shard(96, "rows")
         rows.append(build.merged_linear([RowSlice("a", 96, part.start, part.stop)], x.shape[1], bias=False)(x))

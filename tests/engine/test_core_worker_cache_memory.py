@@ -49,7 +49,7 @@ class Looks(threading.Event):
 def test_given_all_is_wanted_when_it_may_be_taken_then_all_is(
     ahead: int, has_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_SECONDS", 0.001)  # that a step which does not end holds it up
+    monkeypatch.setattr(module, "_WAITS", 0.1)  # that a step which does not end holds it up
     cache = tensors()
     memory = CacheMemory(cache, ahead, lambda: MUCH, is_whole=ahead < NUM_BLOCKS)
     if has_step:
@@ -72,7 +72,7 @@ def test_given_time_before_anything_runs_when_it_is_enough_then_several_threads_
 
 
 def test_given_no_time_when_it_is_up_then_the_rest_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_SECONDS", 0.001)
+    monkeypatch.setattr(module, "_WAITS", 0.1)
     cache = tensors()
     memory = CacheMemory(cache, 4, lambda: MUCH, is_whole=True)
     memory.take_first(0.0, 2)
@@ -85,7 +85,7 @@ def test_given_no_time_when_it_is_up_then_the_rest_is_taken_later(monkeypatch: p
 def test_given_a_step_that_runs_when_memory_is_wanted_then_only_what_is_soon_used_is_taken_before_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_SECONDS", math.inf)
+    monkeypatch.setattr(module, "_WAITS", math.inf)
     asked = threading.Semaphore(0)
     looks: list[Looks] = []
     with monkeypatch.context() as patched:
@@ -153,6 +153,24 @@ def test_given_a_cache_that_nobody_closes_when_nobody_holds_it_then_its_memory_i
     thread.join(30)
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_given_a_cache_that_is_taken_as_a_whole_when_it_is_then_more_is_there_at_once_beyond_what_is_used(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_AHEAD_BYTES", 3 * BLOCK)
+    monkeypatch.setattr(kv_cache, "_WHOLE_AHEAD_BYTES", 7 * BLOCK)
+    monkeypatch.setattr(module, "_WAITS", math.inf)
+    storage = lazy_zeros((NUM_BLOCKS, BLOCK), torch.uint8)
+    cache = KVCache(NUM_BLOCKS, 16, [(storage, torch.zeros(NUM_BLOCKS, 1))])
+    cache.take_memory(whole=whole)
+    try:
+        assert cache._memory is not None
+        assert cache._memory._is_soon_used(3 if whole else 1)
+        assert not cache._memory._is_soon_used(6 if whole else 2)
+    finally:
+        cache.close()
 
 
 def test_given_no_room_when_memory_is_wanted_then_the_rest_is_left_for_later() -> None:

@@ -83,6 +83,9 @@ def test_odd_shapes_when_multiplied_then_near_float64_and_independent_of_batch(i
                 start = 128 - rows
                 assert same_bits(linear(x[start:], torch.float32), exact[start:]), (scheme, n, k, rows)
                 assert same_bits(linear(x[:rows]), exact[:rows].to(dtype)), (scheme, n, k, rows)
+            many = torch.cat([x, x.flip(0), x])  # copied, while the others are read in place
+            assert same_bits(linear(many[128:], torch.float32), torch.cat([exact.flip(0), exact])), (scheme, n, k)
+            assert same_bits(linear(many, torch.float32)[:128], exact), (scheme, n, k)
 
 
 @pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)

@@ -50,6 +50,9 @@ def test_odd_shapes_when_multiplied_then_as_defined_and_independent_of_batch(isa
             for rows in ROWS:
                 assert same_bits(linear(x[128 - rows :], torch.float32), exact[128 - rows :]), (scheme, n, k, rows)
                 assert same_bits(linear(x[:rows]), exact[:rows].to(dtype)), (scheme, n, k, rows)
+            many = torch.cat([x, x.flip(0), x])  # copied, while the others are read in place
+            assert same_bits(linear(many[128:], torch.float32), torch.cat([exact.flip(0), exact])), (scheme, n, k)
+            assert same_bits(linear(many, torch.float32)[:128], exact), (scheme, n, k)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -76,6 +77,22 @@ def test_given_a_standby_when_it_is_asked_for_again_then_there_is_one_and_none_o
     assert len(waiting()) == 1
     children = [spawn(standbys, str(tmp_path / name)) for name in "ab"]
     assert [finish(child) for child in children] == [7, 7]
+
+
+def test_given_a_first_delay_when_a_load_keeps_the_processors_busy_then_none_starts_until_it_ends(
+    standbys: Standbys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, idle = Standbys({"sayer": MODULE}, first_delay=5.0), 0.0
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [SimpleNamespace(idle=idle)] * (os.cpu_count() or 1))
+    try:
+        for second in range(100, 120):
+            late.prepare(float(second))
+            assert waiting() == []
+        idle = 1.0
+        late.prepare(120.0)
+        assert len(waiting()) == 1
+    finally:
+        late.close()
 
 
 def test_given_a_standby_that_was_killed_when_a_child_is_started_then_it_comes_all_the_same(
