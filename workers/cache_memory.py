@@ -19,7 +19,7 @@ from kernels.memory import commit
 
 _PIECE_BYTES = 2 << 20  # asked for at a time: so little that a step hardly waits if it begins meanwhile
 _QUIET_SECONDS = 0.05  # without a step before more is asked for
-_WAITS = 20  # times what the last piece took, that the next one waits for that: others might take the memory meanwhile
+_WAITS = 20  # times what the last piece took, that the next one waits for that: others might take memory meanwhile
 _LOWEST_PRIORITY = 19
 
 
@@ -96,10 +96,10 @@ class CacheMemory:
                 self._is_wanted.clear()
             if not self._is_soon_used(block):
                 self._give_way(block, most)
-            began = time.monotonic()
+            began = time.thread_time()  # of the processor: beside a load it waits for its turn, too
             if self._is_closed.is_set() or not self._take_next():
                 return
-            most = _WAITS * (time.monotonic() - began)
+            most = _WAITS * (time.thread_time() - began)
 
     def _next_block(self) -> int:
         return self._num_pieces // len(self._tensors) * self._piece_blocks
