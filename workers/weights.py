@@ -1,7 +1,8 @@
 """Streaming tensors out of safetensors files.
 
 A tensor, or the slice of it that this rank needs, is read when a layer asks for it and belongs to the layer alone; a
-file is closed as soon as its last tensor has been asked for. So a checkpoint never sits twice in memory.
+file is closed as soon as its last tensor has been asked for. So a checkpoint never sits twice in memory. (Where ranks
+that share out columns quantise them they look through the whole tensor once, as it is mapped.)
 """
 
 from __future__ import annotations
